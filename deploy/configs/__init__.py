@@ -1,0 +1,1 @@
+"""Service configurations that ship with the package, one YAML file each."""

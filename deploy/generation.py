@@ -1,0 +1,387 @@
+"""The answers of one request while they are generated: token log, text, stop strings, and the stream a caller reads.
+
+Owns the token log of every answer (the truth a later failover resumes from) and the way from engine outputs to
+`Delta`s. It does not decide what is admitted and does not know HTTP (frontend.py, http_server.py).
+
+Invariants:
+ 1. Every answer ends with exactly one Delta that has a finish_reason, unless the caller cancelled.
+ 2. What waits for a slow reader is bounded by the answers' max_tokens; deltas of one answer are joined while they wait.
+ 3. Once a stream is over, by whatever way, the engine holds none of its requests and the frontend's count is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tournant.cluster.metrics import RequestRecord
+from tournant.deploy.detokenizer import Detokenizer
+from tournant.deploy.errors import GenerationFailed
+from tournant.deploy.tokenizer import Tokenizer
+from tournant.workers.engine_client import EngineClient, OutputSink
+from tournant.workers.messages import EngineRequest, RequestOutput, TokenLogprobs
+from tournant.workers.sampling_params import SamplingParams
+
+LoggedToken = tuple[int, TokenLogprobs]  # a token of the answer's text and its log-probabilities
+
+
+@dataclass(slots=True)
+class Delta:
+    """What was added to one answer.
+
+    index: place of the answer (prompt number x n + answer number); text: final text, may be empty; token_ids: new
+    entries of the token log; logprobs: of tokens whose text is final, so it may lag behind token_ids; finish_reason:
+    "stop", "length" or "error" on the last Delta; stop_reason: the stop string or stop token id that ended it, None for
+    end-of-text; num_generated: tokens of all answers of the request so far; error: set with finish_reason "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    num_generated: int = 0
+    logprobs: list[LoggedToken] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: GenerationFailed | None = None
+
+    def merge(self, later: Delta) -> None:
+        """Append the next Delta of the same answer."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.num_generated = later.num_generated
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
+
+class Answer:
+    """Token log and text of one answer."""
+
+    __slots__ = ("_detokenizer", "_held_logprobs", "_params", "finish_reason", "index", "pending", "stop_reason",
+                 "token_ids")
+
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.index = index
+        self.token_ids: list[int] = []  # the token log, a final stop token included
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.pending: Delta | None = None  # waits in the stream for its reader
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, params)
+        self._held_logprobs: deque[tuple[int, int, LoggedToken]] = deque()  # with first and last character of its text
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Log the tokens of one engine output and return what they add; sets finish_reason when the answer is over."""
+        params, detokenizer = self._params, self._detokenizer
+        token_ids, finish_reason = output.token_ids, output.finish_reason
+        if params.max_tokens == 0:  # asked for prompt log-probabilities only; the engine had to make one token
+            self.finish_reason = finish_reason and "length"
+            return Delta(self.index, "", [], finish_reason=self.finish_reason)
+        visible = token_ids
+        if finish_reason == "stop" and output.stop_token is not None and not params.include_stop_str_in_output:
+            visible = token_ids[:-1]
+        before = detokenizer.num_tokens
+        if params.logprobs is None or output.logprobs is None:
+            text = detokenizer.feed(visible)
+        else:
+            text = self._feed_with_logprobs(visible, output.logprobs)
+        if finish_reason is not None and detokenizer.stopped is None:
+            text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            token_ids = token_ids[: detokenizer.num_tokens - before]
+            finish_reason, self.stop_reason = "stop", detokenizer.stopped
+        elif output.stop_token is not None and output.stop_token in params.stop_token_ids:
+            self.stop_reason = output.stop_token
+        self.token_ids += token_ids
+        self.finish_reason = finish_reason
+        logprobs = None if params.logprobs is None else self._release_logprobs()
+        return Delta(self.index, text, token_ids, 0, logprobs, finish_reason, self.stop_reason)
+
+    def fail(self, error: GenerationFailed) -> Delta:
+        """End the answer with an error."""
+        self.finish_reason = "error"
+        return Delta(self.index, "", [], finish_reason="error", error=error)
+
+    def _feed_with_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> str:
+        text = ""
+        for token_id, entry in zip(token_ids, logprobs, strict=False):  # a hidden stop token has an entry, but no text
+            start = self._detokenizer.num_decoded
+            text += self._detokenizer.feed((token_id,))
+            self._held_logprobs.append((start, self._detokenizer.num_decoded, (token_id, entry)))
+            if self._detokenizer.stopped is not None:
+                break
+        return text
+
+    def _release_logprobs(self) -> list[LoggedToken]:
+        """Entries of tokens whose text was given out; at a stop string those that lie behind the cut are dropped."""
+        released: list[LoggedToken] = []
+        emitted = self._detokenizer.num_emitted
+        stopped = self._detokenizer.stopped is not None
+        while self._held_logprobs:
+            start, end, entry = self._held_logprobs[0]
+            if (start >= emitted) if stopped else (end > emitted):
+                break
+            released.append(entry)
+            self._held_logprobs.popleft()
+        return released
+
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt of a request and what the engine said about it; times in seconds."""
+
+    token_ids: list[int]
+    engine_request_id: int
+    max_tokens: int
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+
+
+@dataclass(slots=True)
+class CompletedAnswer:
+    """One whole answer; fields as in `Delta`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: list[LoggedToken] | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request. cached_tokens: prompt tokens that came from the KV cache, of each prompt's answer 0."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Completion:
+    """All answers of a request. max_tokens: the limit that applied to each prompt's answers after clamping."""
+
+    answers: list[CompletedAnswer]
+    usage: Usage
+    max_tokens: list[int] = field(default_factory=list)
+
+
+class GenerationStream:
+    """Deltas of all answers of one request, for one reader on the event loop that made it.
+
+    Read it by `async for`, by `next_deltas`, or whole by `collect`. A reader that goes away must end it: by `aclose`, by
+    `cancel`, or by the cancellation of its task, each of which stops the work in the engine at once.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, params: SamplingParams,
+                 requests: list[tuple[EngineRequest, int]], on_end: Callable[[GenerationStream], None],
+                 join_deltas: bool) -> None:
+        self.params = params
+        self.arrival = time.monotonic()
+        self.first_token_time: float | None = None
+        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
+        self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
+        self._engine = engine
+        self._on_end = on_end
+        self._join_deltas = join_deltas and params.logprobs is None
+        self._collecting = False
+        self._num_generated = 0
+        self._unfinished = len(self.answers)
+        self._over = False
+        self._pending: deque[Delta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def over(self) -> bool:
+        """True once no more work is done for this stream; deltas may still wait to be read."""
+        return self._over
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        prompts = self.prompts
+        return Usage(sum(len(prompt.token_ids) for prompt in prompts), self._num_generated,
+                     sum(prompt.cached_tokens for prompt in prompts))
+
+    @property
+    def max_tokens(self) -> list[int]:
+        """The limit that applies to the answers of each prompt, after clamping to the room it leaves."""
+        return [prompt.max_tokens for prompt in self.prompts]
+
+    def sink(self, prompt_number: int) -> OutputSink:
+        """What the engine calls with the outputs of one prompt."""
+        return partial(self._take, prompt_number)
+
+    def start_timer(self, timeout_s: float) -> None:
+        """End the stream with a "timeout" failure unless it is over in time."""
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
+
+    def cancel(self) -> None:
+        """Stop the work in the engine at once; what waits to be read is dropped. Idempotent."""
+        if not self._over:
+            self._abort_all()
+            self._pending.clear()
+            self._end()
+
+    async def aclose(self) -> None:
+        """As `cancel`."""
+        self.cancel()
+
+    def __aiter__(self) -> GenerationStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next Delta. Cancelling the task that waits here cancels the stream."""
+        await self._wait()
+        if not self._pending:
+            raise StopAsyncIteration
+        return self._pop()
+
+    async def next_deltas(self) -> list[Delta]:
+        """All deltas that wait, at least one; an empty list once the stream is over. Cancellation as in `__anext__`."""
+        await self._wait()
+        return [self._pop() for _ in range(len(self._pending))]
+
+    async def collect(self) -> Completion:
+        """Wait for all answers.
+
+        Raises GenerationFailed when one fails (the others are stopped) or when the stream is cancelled meanwhile.
+        """
+        self._collecting = self._join_deltas = True
+        wholes = {answer.index: Delta(answer.index, "", []) for answer in self.answers}
+        while deltas := await self.next_deltas():
+            for delta in deltas:
+                if delta.error is not None:
+                    self.cancel()
+                    raise delta.error
+                wholes[delta.index].merge(delta)
+        if self._unfinished:
+            raise GenerationFailed("the request was cancelled", "cancelled")
+        return Completion([
+            CompletedAnswer(whole.index, whole.text, whole.token_ids, whole.finish_reason or "", whole.stop_reason,
+                            whole.logprobs) for whole in wholes.values()
+        ], self.usage, self.max_tokens)
+
+    def record(self) -> RequestRecord:
+        """What metrics keep of this request; answers cut short by the caller count as "abort"."""
+        now = time.monotonic()
+        first = self.first_token_time
+        decode_s = None if first is None else now - first
+        per_answer = self._num_generated / len(self.answers)
+        return RequestRecord(
+            finish_reasons=tuple(answer.finish_reason or "abort" for answer in self.answers),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            generation_tokens=self._num_generated,
+            e2e_s=now - self.arrival,
+            ttft_s=None if first is None else first - self.arrival,
+            tpot_s=decode_s / (per_answer - 1) if decode_s is not None and per_answer > 1 else None,
+            queue_s=self.prompts[0].queue_s, prefill_s=self.prompts[0].prefill_s, decode_s=decode_s,
+        )
+
+    def _take(self, prompt_number: int, output: RequestOutput) -> None:
+        """Sink of the engine's outputs; must not raise, so whatever an output does to a stream ends in its deltas."""
+        answer = self.answers[prompt_number * self.params.n + output.index]
+        if self._over or answer.finish_reason is not None:  # n > 1: the engine goes on until all answers have stopped
+            return
+        prompt = self.prompts[prompt_number]
+        if output.index == 0:
+            self._note_first_output(prompt, output)
+        if output.finish_reason in ("error", "abort"):
+            delta = answer.fail(self._failure(output))
+        else:
+            delta = answer.take(output)
+            if delta.token_ids:
+                self._num_generated += len(delta.token_ids)
+                if self.first_token_time is None:
+                    self.first_token_time = time.monotonic()
+            if isinstance(delta.stop_reason, str):
+                self._stop_in_engine(prompt_number)
+        self._add(answer, delta)
+
+    def _note_first_output(self, prompt: PromptState, output: RequestOutput) -> None:
+        if output.cached_tokens is not None:
+            prompt.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            prompt.prompt_logprobs = output.prompt_logprobs
+        if output.queue_ms is not None:
+            prompt.queue_s = output.queue_ms / 1000
+        if output.prefill_ms is not None:
+            prompt.prefill_s = output.prefill_ms / 1000
+
+    def _failure(self, output: RequestOutput) -> GenerationFailed:
+        if not self._engine.alive:
+            return GenerationFailed(f"the engine ended: {output.error or 'no reason given'}; send the request again",
+                                    "engine_dead")
+        return GenerationFailed(f"the engine gave up this request: {output.error or output.finish_reason}",
+                                "engine_error")
+
+    def _stop_in_engine(self, prompt_number: int) -> None:
+        """A stop string ended an answer, which the engine cannot know: abort once all answers of the prompt are over."""
+        first = prompt_number * self.params.n
+        if all(answer.finish_reason is not None for answer in self.answers[first : first + self.params.n]):
+            self._engine.abort([self.prompts[prompt_number].engine_request_id])
+
+    def _add(self, answer: Answer, delta: Delta) -> None:
+        delta.num_generated = self._num_generated
+        if delta.text or delta.finish_reason is not None or delta.logprobs:
+            if self._join_deltas and answer.pending is not None:
+                answer.pending.merge(delta)
+            else:
+                self._pending.append(delta)
+                answer.pending = delta
+        elif answer.pending is not None:
+            answer.pending.merge(delta)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._end()
+                return
+        if self._pending and not self._collecting:
+            self._wake()
+
+    def _pop(self) -> Delta:
+        delta = self._pending.popleft()
+        answer = self.answers[delta.index]
+        if answer.pending is delta:
+            answer.pending = None
+        return delta
+
+    async def _wait(self) -> None:
+        while not self._over and (self._collecting or not self._pending):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _expire(self, timeout_s: float) -> None:
+        self._abort_all()
+        error = GenerationFailed(f"the request took longer than its limit of {timeout_s:g} s", "timeout")
+        for answer in self.answers:
+            if answer.finish_reason is None:
+                self._add(answer, answer.fail(error))
+
+    def _abort_all(self) -> None:
+        self._engine.abort([prompt.engine_request_id for prompt in self.prompts])
+
+    def _end(self) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._on_end(self)
+        self._wake()

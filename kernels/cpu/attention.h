@@ -1,0 +1,142 @@
+/* Shared parts of paged attention: the description of a step, its cutting into units of work, exponentials, folds. */
+#pragma once
+
+#include "common.h"
+
+#define PIECE 256 /* keys of one piece: the unit of the fixed order of summation */
+#define PIECE_GROUPS (PIECE / LANES)
+#define MAX_ROWS 6   /* rows x groups accumulators of a micro-kernel fill the 32 vector registers */
+#define MAX_GROUPS 4
+#define CHUNK 64 /* keys prepared at once where one row tile uses them once */
+#define TILE_ROWS 96 /* query rows (tokens x heads of one KV head) that share a prepared piece */
+#define MAX_HEAD 256
+
+/* One step, laid out by kernels/cpu/native.py; every field 8 bytes. */
+struct plan {
+    const int32_t *block_tables; /* [num_seqs][max_blocks] */
+    const int32_t *query_start;  /* [num_seqs + 1] */
+    const int32_t *context_lens; /* [num_seqs] */
+    const struct unit *units;
+    const struct split *splits;
+    float *partials; /* [partial rows][head_size + LANES]: sums, maximum, total */
+    int64_t num_seqs, max_blocks, num_heads, num_kv_heads, block_tokens, head_size;
+    int64_t num_units, num_splits, num_partials;
+};
+/* Query tokens of one sequence x heads of one KV head, over a range of pieces. */
+struct unit {
+    int32_t seq, kv_head, token, num_tokens, piece, piece_end;
+    int64_t partial; /* first partial row, or -1: all pieces are here, write the output */
+};
+/* A tile whose pieces were done by several units. */
+struct split {
+    int32_t seq, kv_head, token, num_tokens, num_pieces, reserved;
+    int64_t partial;
+};
+/* One layer's tensors. */
+struct layer {
+    const void *q, *kv; /* kv: K of this layer, block 0 */
+    void *out;
+    int64_t q_stride, out_stride, block_stride, value_offset; /* elements */
+    float scale;
+    int32_t num_threads;
+};
+
+static int tile_tokens(int group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
+
+/* Cuts a step into units of about equal work. With units == 0 only counts (into p->num_units etc.). */
+static void cut(struct plan *p, struct unit *units, struct split *splits, int num_threads) {
+    int group = p->num_heads / p->num_kv_heads, tokens = tile_tokens(group);
+    double total = 0, target = 0;
+    p->num_units = p->num_splits = p->num_partials = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t s = 0; s < p->num_seqs; s++) {
+            int count = p->query_start[s + 1] - p->query_start[s], past = p->context_lens[s] - count;
+            if (!count) continue;
+            for (int token = (count - 1) / tokens * tokens; token >= 0; token -= tokens) {
+                int here = count - token < tokens ? count - token : tokens;
+                int pieces = (past + token + here + PIECE - 1) / PIECE, rows = here * group;
+                double work = (double)pieces * (rows + 8); /* 8: preparing a piece costs about as much as 8 rows */
+                if (pass == 0) {
+                    total += work * p->num_kv_heads;
+                    continue;
+                }
+                int parts = work > target ? work / target + 1 : 1;
+                if (parts > pieces) parts = pieces;
+                for (int h = 0; h < p->num_kv_heads; h++) {
+                    int64_t partial = p->num_partials;
+                    for (int i = 0; i < parts; i++) {
+                        int first = (int64_t)pieces * i / parts, last = (int64_t)pieces * (i + 1) / parts;
+                        if (units)
+                            units[p->num_units] = (struct unit){s, h, token, here, first, last,
+                                                                parts > 1 ? partial + (int64_t)first * rows : -1};
+                        p->num_units++;
+                    }
+                    if (parts == 1) continue;
+                    if (splits) splits[p->num_splits] = (struct split){s, h, token, here, pieces, 0, partial};
+                    p->num_splits++;
+                    p->num_partials += (int64_t)pieces * rows;
+                }
+            }
+        }
+        target = num_threads > 1 ? total / (4 * num_threads) : total;
+    }
+}
+
+/* 2^x for x <= 0, relative error below 2e-7; x is clamped to -125. */
+INLINE v16f exp2_16(v16f x) {
+    x = max16(x, splat(-125.0f));
+    v16f shifted = x + splat(ROUND_MAGIC);
+    v16f r = x - (shifted - splat(ROUND_MAGIC));
+    v16f p = splat(0.0013276472f);
+    p = p * r + splat(0.00967554133f);
+    p = p * r + splat(0.0555071327f);
+    p = p * r + splat(0.240221197f);
+    p = p * r + splat(0.693146967f);
+    p = p * r + splat(1.0f);
+    return (v16f)((v16i)p + ((v16i)shifted << 23));
+}
+
+/* Adds a piece (sums, maximum, total of one row) to a row's running state; total 0 means nothing yet, or nothing to
+ * add. One copy of this code, so that every path rounds alike. */
+static __attribute__((noinline)) void fold(float *sums, float *maximum, float *total, const float *piece_sums,
+                                           float piece_maximum, float piece_total, int head_size) {
+    if (piece_total == 0) return;
+    if (*total == 0) {
+        memcpy(sums, piece_sums, head_size * sizeof(float));
+        *maximum = piece_maximum;
+        *total = piece_total;
+        return;
+    }
+    float top = *maximum > piece_maximum ? *maximum : piece_maximum;
+    v16f old = exp2_16(splat(*maximum - top)), new = exp2_16(splat(piece_maximum - top));
+    for (int d = 0; d < head_size; d += LANES)
+        store_fp32(sums + d, load_fp32(piece_sums + d) * new + load_fp32(sums + d) * old);
+    *total = *total * old[0] + piece_total * new[0];
+    *maximum = top;
+}
+
+/* 16 x 16 transpose of 32-bit words in place: pairs of rows by words, by double words, then 128-bit lanes twice. */
+typedef uint64_t v8u __attribute__((vector_size(64)));
+#define WORDS(a, b, ...) (v16u) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define DOUBLES(a, b, ...) (v16u) __builtin_shufflevector((v8u)(a), (v8u)(b), __VA_ARGS__)
+INLINE void transpose16(v16u x[LANES]) {
+    v16u y[LANES];
+    UNROLL for (int i = 0; i < LANES; i += 2) {
+        y[i] = WORDS(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        y[i + 1] = WORDS(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLL for (int i = 0; i < LANES; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+        x[i + 2 * j] = DOUBLES(y[i + j], y[i + j + 2], 0, 8, 2, 10, 4, 12, 6, 14);
+        x[i + 2 * j + 1] = DOUBLES(y[i + j], y[i + j + 2], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    UNROLL for (int h = 0; h < LANES; h += 8) UNROLL for (int j = 0; j < 4; j++) {
+        y[h + j] = DOUBLES(x[h + j], x[h + j + 4], 0, 1, 4, 5, 8, 9, 12, 13);
+        y[h + j + 4] = DOUBLES(x[h + j], x[h + j + 4], 2, 3, 6, 7, 10, 11, 14, 15);
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+        x[j] = DOUBLES(y[j], y[j + 8], 0, 1, 4, 5, 8, 9, 12, 13);
+        x[j + 8] = DOUBLES(y[j], y[j + 8], 2, 3, 6, 7, 10, 11, 14, 15);
+        x[j + 4] = DOUBLES(y[j + 4], y[j + 12], 0, 1, 4, 5, 8, 9, 12, 13);
+        x[j + 12] = DOUBLES(y[j + 4], y[j + 12], 2, 3, 6, 7, 10, 11, 14, 15);
+    }
+}

@@ -1,0 +1,77 @@
+/* The CPU kernels of Tournant: row-wise operations, writes to the KV cache, paged attention, block copies.
+ *
+ * Compiled at run time by kernels/cpu/build.py, called through kernels/cpu/native.py, which has checked the arguments.
+ * Nothing here allocates, keeps state between calls or reads memory that the arguments do not name.
+ */
+
+#include "attention.h"
+
+#define PARALLEL_ELEMENTS 32768 /* below this a second thread costs more than it saves */
+
+struct store { /* arguments of store_kv; every field 8 bytes; strides in elements */
+    void *q; /* or NULL: store only */
+    const void *k, *v;
+    void *kv; /* K of the layer, block 0 */
+    const float *cos_sin;
+    const int64_t *positions; /* or NULL: short_positions */
+    const int32_t *short_positions;
+    const int64_t *slots;
+    int64_t q_stride, k_stride, v_stride, block_stride, value_offset;
+    int64_t num_rows, num_heads, num_kv_heads, head_size, block_tokens, rotary_dim, max_positions, num_slots;
+    int64_t num_threads;
+};
+
+/* First row with a slot or position out of range, or -1. Padding rows (slot -1) are not looked at further. */
+int64_t first_bad_row(const struct store *s) {
+    for (int64_t r = 0; r < s->num_rows; r++) {
+        if (s->slots[r] == -1) continue;
+        if (s->slots[r] < -1 || s->slots[r] >= s->num_slots) return r;
+        if (!s->q) continue;
+        int64_t position = s->positions ? s->positions[r] : s->short_positions[r];
+        if (position < 0 || position >= s->max_positions) return r;
+    }
+    return -1;
+}
+
+#define FORM wide
+#define WORD_ELEMENTS 1
+#define MULTIPLY_ADD(acc, x, y) ((acc) + (v16f)(x) * (v16f)(y))
+#include "tiles.inc"
+
+#ifdef __AVX512BF16__
+#define FORM pair
+#define WORD_ELEMENTS 2
+#define MULTIPLY_ADD(acc, x, y) ((v16f)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)(x), (__m512bh)(y)))
+#include "tiles.inc"
+#endif
+
+#define T fp32
+#define PAIR 0
+INLINE v16f load_part_fp32(const fp32 *p, int count);
+#include "rows.inc"
+#include "attention.inc"
+#undef T
+
+#define T fp16
+#include "rows.inc"
+#include "attention.inc"
+#undef T
+#undef PAIR
+
+#define T bf16
+#ifdef __AVX512BF16__
+#define PAIR 1
+#else
+#define PAIR 0
+#endif
+#include "rows.inc"
+#include "attention.inc"
+
+void cut_into_units(struct plan *p, struct unit *units, struct split *splits, int num_threads) {
+    cut(p, units, splits, num_threads);
+}
+
+void copy_blocks(char *kv, const int64_t *from, const int64_t *to, int64_t count, int64_t block_bytes, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (count > 1)
+    for (int64_t i = 0; i < count; i++) memcpy(kv + to[i] * block_bytes, kv + from[i] * block_bytes, block_bytes);
+}

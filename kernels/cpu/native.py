@@ -1,0 +1,202 @@
+"""Calls the compiled C kernels: packs pointers and strides, chooses the function by dtype.
+
+Owns: the binary layout of the structs shared with kernels/cpu/*.c. Does not check arguments: `ops` has done that.
+ctypes releases the GIL during a call. Threads: as many as torch uses, from torch's own pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tournant.kernels.plan import AttentionPlan
+
+SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_PLAN = struct.Struct("6P9q")  # struct plan
+_LAYER = struct.Struct("3P4qfi")  # struct layer
+_STORE = struct.Struct("8P14q")  # struct store
+_COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
+_UNIT_BYTES = _SPLIT_BYTES = 32
+_PARTIAL_EXTRA = 16  # floats beside the sums of a partial row
+
+_P, _Q, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """struct plan with the arrays that it points into."""
+
+    packed: ctypes.Array[ctypes.c_char]
+    units: npt.NDArray[np.uint8]
+    splits: npt.NDArray[np.uint8]
+    partials: torch.Tensor
+
+
+class NativeKernels:
+    """The C back end; one instance per process. Methods mirror the functions of `reference`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def functions(name: str, *argtypes: Any) -> dict[torch.dtype, Any]:
+            return {dtype: function(f"{name}_{suffix}", None, *argtypes) for dtype, suffix in SUFFIXES.items()}
+
+        def function(name: str, restype: Any, *argtypes: Any) -> Any:
+            found = getattr(library, name)
+            found.restype, found.argtypes = restype, argtypes
+            return found
+
+        self._rms_norm = functions("rms_norm", _P, _P, _P, _P, _Q, _Q, _Q, _D, _I)
+        self._silu_mul = functions("silu_mul", _P, _P, _Q, _Q, _Q, _I)
+        self._store_kv = functions("store_kv", ctypes.c_char_p)
+        self._paged_attention = functions("paged_attention", _P, ctypes.c_char_p)
+        self._first_bad_row = function("first_bad_row", _Q, ctypes.c_char_p)
+        self._cut = function("cut_into_units", None, _P, _P, _P, _I)
+        self._copy_blocks = function("copy_blocks", None, _P, _P, _P, _Q, _Q, _I)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows, size = x.shape
+        out = torch.empty((rows, size), dtype=x.dtype)
+        self._rms_norm[x.dtype](
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            x.stride(0),
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, size), dtype=gate_up.dtype)
+        self._silu_mul[gate_up.dtype](
+            gate_up.data_ptr(), out.data_ptr(), rows, size, gate_up.stride(0), torch.get_num_threads()
+        )
+        return out
+
+    def store_kv(
+        self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
+    ) -> None:
+        self._store(None, k, v, None, None, kv_cache, layer, slot_mapping)
+
+    def rope_store_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._store(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping)
+
+    def _store(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        num_blocks, _, _, kv_heads, block_tokens, head_size = kv_cache.shape
+        block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        short = positions is not None and positions.dtype == torch.int32
+        where = 0 if positions is None else positions.data_ptr()
+        packed = _STORE.pack(
+            0 if q is None else q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            kv_cache.data_ptr() + layer * layer_stride * kv_cache.itemsize,
+            0 if cos_sin is None else cos_sin.data_ptr(),
+            0 if short else where,
+            where if short else 0,
+            slot_mapping.data_ptr(),
+            0 if q is None else q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            block_stride,
+            value_offset,
+            k.shape[0],
+            0 if q is None else q.shape[1],
+            kv_heads,
+            head_size,
+            block_tokens,
+            0 if cos_sin is None else cos_sin.shape[1],
+            0 if cos_sin is None else cos_sin.shape[0],
+            num_blocks * block_tokens,
+            torch.get_num_threads(),
+        )
+        bad = self._first_bad_row(packed)
+        if bad >= 0:
+            position = "" if positions is None else f" at position {int(positions[bad])}"
+            limits = f"slots -1 to {num_blocks * block_tokens - 1}"
+            if cos_sin is not None:
+                limits += f" and positions 0 to {cos_sin.shape[0] - 1}"
+            raise ValueError(f"row {bad} has slot {int(slot_mapping[bad])}{position}; allowed are {limits}")
+        self._store_kv[k.dtype](packed)
+
+    def copy_blocks(self, kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+        block_bytes = kv_cache.stride(0) * kv_cache.itemsize
+        self._copy_blocks(
+            kv_cache.data_ptr(), src.data_ptr(), dst.data_ptr(), len(src), block_bytes, torch.get_num_threads()
+        )
+
+    def prepare(self, plan: AttentionPlan) -> NativePlan:
+        """Cut the step into units of work of about equal size for torch's number of threads."""
+        threads = torch.get_num_threads()
+        pointers = [array.ctypes.data for array in (plan.block_tables, plan.query_start, plan.context_lens)]
+        sizes = [
+            len(plan.context_lens),
+            plan.block_tables.shape[1],
+            plan.num_heads,
+            plan.layout.num_kv_heads,
+            plan.layout.block_tokens,
+            plan.layout.head_size,
+        ]
+        packed = ctypes.create_string_buffer(_PLAN.pack(*pointers, 0, 0, 0, *sizes, 0, 0, 0), _PLAN.size)
+        self._cut(packed, None, None, threads)
+        num_units, num_splits, num_partials = struct.unpack_from("3q", packed, _COUNTS_AT)
+        units = np.empty(num_units * _UNIT_BYTES, np.uint8)
+        splits = np.empty(num_splits * _SPLIT_BYTES, np.uint8)
+        partials = torch.empty(num_partials * (plan.layout.head_size + _PARTIAL_EXTRA), dtype=torch.float32)
+        self._cut(packed, units.ctypes.data, splits.ctypes.data, threads)
+        struct.pack_into("3P", packed, 3 * 8, units.ctypes.data, splits.ctypes.data, partials.data_ptr())
+        return NativePlan(packed, units, splits, partials)
+
+    def paged_attention(
+        self, out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+    ) -> None:
+        native = plan.native
+        if native is None:
+            native = plan.native = self.prepare(plan)
+        if len(out) > plan.num_tokens:
+            out[plan.num_tokens :].zero_()
+        block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        packed = _LAYER.pack(
+            q.data_ptr(),
+            kv_cache.data_ptr() + layer * layer_stride * kv_cache.itemsize,
+            out.data_ptr(),
+            q.stride(0),
+            out.stride(0),
+            block_stride,
+            value_offset,
+            scale,
+            torch.get_num_threads(),
+        )
+        self._paged_attention[q.dtype](ctypes.addressof(native.packed), packed)

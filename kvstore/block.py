@@ -1,0 +1,106 @@
+"""Identity of KV blocks: namespaces, chained keys, versions.
+
+Owns the byte encoding behind a key (STORE.md section 1) and nothing else: no storage, no I/O.
+
+Invariants:
+ 1. A key is SHA-256 over a typed, length-prefixed encoding: no two different inputs share an encoding.
+ 2. The parent of a sequence's first block is its namespace digest, so a key names weights, numerics, layout, tenant
+    and every token from the start of the sequence.
+ 3. Changing the encoding changes FORMAT_TAG; golden vectors in tests/kvstore/test_block.py hold it still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_TAG = b"tournant-key-1"
+KEY_BYTES = 32
+MAX_SALT_BYTES = 256
+
+_BYTES, _TOKENS = b"b", b"t"  # type tags of the encoding
+_LENGTH = struct.Struct("<Q")
+
+
+def _framed(tag: bytes, payload: bytes) -> bytes:
+    return tag + _LENGTH.pack(len(payload)) + payload
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything but tokens that decides the bytes of a KV block. Two requests share blocks only if all fields agree.
+
+    weights_id: digest of config and weight files; adapter: digest of the adapter's bytes, empty without one;
+    kv_form: numeric form of stored KV, for example "bf16"; numerics: compute dtype, weight quantisation, model code
+    revision, deterministic or not; layout_id: see `KVLayout.layout_id`; tenant_salt: HMAC of the tenant, empty for the
+    single tenant of an embedded server.
+    """
+
+    weights_id: bytes
+    kv_form: str
+    numerics: str
+    layout_id: bytes
+    adapter: bytes = b""
+    tenant_salt: bytes = b""
+
+    def digest(self, client_salt: str | None = None) -> bytes:
+        """32 bytes that stand for this namespace under one client salt (`cache_salt` of a request, at most 256 bytes).
+
+        Raises ValueError when the salt is longer.
+        """
+        salt = b"" if client_salt is None else client_salt.encode("utf-8", "surrogatepass")
+        if len(salt) > MAX_SALT_BYTES:
+            raise ValueError(f"cache_salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
+        hasher = hashlib.sha256(_framed(_BYTES, FORMAT_TAG))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            hasher.update(_framed(_BYTES, field.name.encode()))
+            hasher.update(_framed(_BYTES, value.encode() if isinstance(value, str) else value))
+        hasher.update(_framed(_BYTES, b"" if client_salt is None else b"\x01" + salt))
+        return hasher.digest()
+
+
+_KEY_PREFIX = _framed(_BYTES, FORMAT_TAG) + _BYTES + _LENGTH.pack(KEY_BYTES)
+
+
+def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32], inputs: bytes = b"") -> bytes:
+    """Key of one full block: SHA-256 of (format, parent key or namespace digest, token ids as u32, non-text digests).
+
+    `inputs` is the concatenated digests (with shapes) of non-text inputs inside the block; empty for text.
+    """
+    if len(parent) != KEY_BYTES:
+        raise ValueError(f"parent key has {len(parent)} bytes; it must have {KEY_BYTES}")
+    tokens = np.asarray(token_ids, dtype="<u4").tobytes()
+    return hashlib.sha256(_KEY_PREFIX + parent + _framed(_TOKENS, tokens) + _framed(_BYTES, inputs)).digest()
+
+
+def key_chain(namespace_digest: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Keys of all full blocks of `token_ids`, in order. A trailing partial block has no key."""
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    keys: list[bytes] = []
+    parent = namespace_digest
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = block_key(parent, tokens[start : start + block_tokens])
+        keys.append(parent)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """(writer id, counter): names one write of one block by one group of ranks. Compared for equality only."""
+
+    writer_id: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A key at a version: what every read and write outside the device names."""
+
+    key: bytes
+    version: Version

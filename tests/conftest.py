@@ -1,0 +1,56 @@
+"""Fixtures and limits that hold for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.helpers.ray_guard import RayGuard
+
+REPO = Path(__file__).resolve().parent.parent
+
+RAY_GUARD = RayGuard()
+
+settings.register_profile(
+    "quick", derandomize=True, max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quick")  # --hypothesis-profile=soak comes after and wins
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(2)
+    RAY_GUARD.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    RAY_GUARD.allowed = item.get_closest_marker("ray") is not None  # before fixtures, which may start Ray for the test
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Folders of the three random-weight models, by name: "m", "tied" and "mqa" (see tests/helpers/tiny_model.py)."""
+    from tests.helpers.tiny_model import SHAPES, build_tiny_model  # 2 s that tests of pure code need not wait
+
+    root = tmp_path_factory.mktemp("models")
+    return {name: build_tiny_model(root / name, **shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_models: Mapping[str, Path]) -> Path:
+    """Folder of M, the model of most tests."""
+    return tiny_models["m"]
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Folder of the public request traces beside a development checkout; without it the test is skipped."""
+    folder = REPO.parent / "shared" / "traces"
+    if not folder.is_dir():
+        pytest.skip("the request traces are not beside this checkout (../shared/traces)")
+    return folder

@@ -1,0 +1,1 @@
+"""Rules of the code, checked: see rules.py."""

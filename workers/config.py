@@ -1,0 +1,63 @@
+"""Configuration of one replica's engine: validated once, frozen, never overwritten after construction.
+
+Values that depend on the machine or the model (pool size, largest context) are `None` here and are returned in
+`EngineInfo` (messages.py) by the engine that measured them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tournant.workers.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an operator chooses about an engine.
+
+    device: "auto" takes cuda when there is one; dtype: compute and KV dtype, "auto" = bfloat16;
+    max_model_len: tokens of prompt + output per sequence, None = the model's own limit;
+    max_num_seqs: sequences that run at once; max_num_batched_tokens: tokens computed in one step;
+    max_queued_requests: requests that may wait beyond max_num_seqs before new ones are refused with 429;
+    kv_cache_bytes: size of the device block pool, None = the lesser of 1 GiB and a quarter of free memory on CPU;
+    block_tokens: tokens per KV block, None = 16 on CPU, 64 on CUDA; num_threads: CPU threads, None = all cores;
+    num_in_flight: batches that may be running while the next is scheduled (1 on CPU).
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_queued_requests: int = 1024
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    deterministic: bool = False
+    block_tokens: int | None = None
+    num_threads: int | None = None
+    num_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        limits = {
+            "max_model_len": (1, 1 << 24),
+            "max_num_seqs": (1, 4096),
+            "max_num_batched_tokens": (1, 1 << 20),
+            "max_queued_requests": (0, 1 << 20),
+            "kv_cache_bytes": (1 << 10, 1 << 44),
+            "block_tokens": (8, 256),
+            "num_threads": (1, 1024),
+            "num_in_flight": (1, 8),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+        if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
+            raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")

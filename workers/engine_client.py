@@ -1,0 +1,273 @@
+"""The seam between frontends and engines: what a frontend may ask of an engine, whoever carries it.
+
+`EngineClient` is the protocol; `ProcessEngineClient` speaks it to an engine in a child process over a socket pair.
+One message per engine step comes back; outputs of each request go to the sink given at submit, on the event loop.
+
+Guarantees:
+ 1. Every submitted request gets exactly one output per answer with a finish_reason, also when the engine dies ("error").
+ 2. Step messages of another writer id are dropped.
+ 3. The engine process ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from tournant.workers.config import EngineConfig
+from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
+from tournant.workers.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FrameBuffer,
+    RequestOutput,
+    StepMessage,
+    info_from_wire,
+    pack_frame,
+    request_to_wire,
+    start_to_wire,
+    step_from_wire,
+)
+from tournant.workers.model_files import ModelFiles
+
+OutputSink = Callable[[RequestOutput], None]
+START_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 30.0
+logger = logging.getLogger("tournant.engine_client")
+
+
+class EngineClient(Protocol):
+    """One engine as a frontend sees it. All methods are called on the frontend's event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the engine, known from the moment it is ready."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the latest step message."""
+
+    @property
+    def last_step_time(self) -> float:
+        """`time.monotonic()` when the latest step message arrived; 0.0 before the first."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine process has ended; then it never comes back under this client."""
+
+    def new_request_id(self) -> int:
+        """A request id never given before by this client."""
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Hand a request over; `sink` is called with each of its outputs. Raises EngineDeadError when not alive."""
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Stop requests. Their sinks are not called any more. Unknown or finished ids are ignored."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all reusable blocks. True only if it was done (False while a sequence holds blocks)."""
+
+    async def close(self) -> None:
+        """End the engine process and wait for it. Idempotent."""
+
+
+class ProcessEngineClient(asyncio.Protocol):
+    """`EngineClient` over a socket pair to an engine in a child process. Make it with `await start(...)`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._frames = FrameBuffer()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._sinks: dict[int, tuple[OutputSink, set[int]]] = {}  # request -> sink, answers still running
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._last_step_time = 0.0
+        self._alive = True
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, files: ModelFiles, timeout_s: float = START_TIMEOUT_S
+    ) -> ProcessEngineClient:
+        """Start an engine process and wait until it is ready.
+
+        Raises ConfigError or ModelFormatError as the engine found, EngineDeadError when it died or took longer than
+        `timeout_s`; no process is left then.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P keeps the current folder off the module path: a bare `kernels` there would shadow others' packages
+            command = [sys.executable, "-P", "-m", "tournant.workers.engine_process", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        client = cls(process)
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: client, sock=ours)
+        try:
+            client._send(start_to_wire(config, (str(files.folder), files.name, files.weights_id), os.getpid()))
+            client._info = await asyncio.wait_for(client._ready, timeout_s)
+        except TimeoutError:
+            await client.close()
+            raise EngineDeadError(f"the engine was not ready after {timeout_s:g} s; see its log above") from None
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the engine."""
+        if self._info is None:
+            raise EngineDeadError("the engine is not ready yet")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the latest step message."""
+        return self._stats
+
+    @property
+    def last_step_time(self) -> float:
+        """`time.monotonic()` of the latest step message, 0.0 before the first."""
+        return self._last_step_time
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine process has ended."""
+        return self._alive
+
+    def new_request_id(self) -> int:
+        """A request id never given before by this client."""
+        return next(self._ids)
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """See `EngineClient.submit`."""
+        if not self._alive:
+            raise EngineDeadError("the engine process has ended; this replica must be restarted")
+        self._sinks[request.request_id] = (sink, set(range(request.params.n)))
+        self._send(request_to_wire(request))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `EngineClient.abort`."""
+        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        if known and self._alive:
+            self._send(["abort", known])
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `EngineClient.reset_prefix_cache`. Raises EngineDeadError, or TimeoutError after 30 s."""
+        return bool(await self._call("reset"))
+
+    async def validate(self) -> str:
+        """Let the engine check all its invariants: "" when they hold, else what is wrong."""
+        return str(await self._call("validate"))
+
+    async def close(self) -> None:
+        """End the engine process and wait for it. Idempotent; kills it when it does not end by itself."""
+        if self._alive and self._transport is not None and not self._transport.is_closing():
+            self._send(["close"])
+        try:
+            await asyncio.to_thread(self.process.wait, CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        if self._transport is not None:
+            self._transport.close()
+        self._end("the engine was closed")
+
+    async def _call(self, kind: str) -> Any:
+        if not self._alive:
+            raise EngineDeadError("the engine process has ended; this replica must be restarted")
+        number = next(self._ids)
+        self._calls[number] = future = self._loop.create_future()
+        self._send([kind, number])
+        try:
+            return await asyncio.wait_for(future, CALL_TIMEOUT_S)
+        finally:
+            self._calls.pop(number, None)
+
+    def _send(self, message: list[Any]) -> None:
+        if self._transport is None:
+            raise EngineDeadError("the connection to the engine is not open")
+        self._transport.write(pack_frame(message))
+
+    # ------------------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket pair is connected."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"a stream transport is needed, not {type(transport).__name__}")
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the engine: every completed frame is handled at once."""
+        try:
+            for message in self._frames.feed(data):
+                self._handle(message)
+        except ValueError:
+            logger.exception("the engine sent a frame that is not ours; giving it up")
+            self.process.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine's end is gone: everything that waits is told."""
+        self._end("the engine process ended")
+
+    def _handle(self, message: list[Any]) -> None:
+        match message[0]:
+            case "step":
+                self._deliver(step_from_wire(message))
+            case "reply":
+                future = self._calls.get(message[1])
+                if future is not None and not future.done():
+                    future.set_result(message[2])
+            case "ready":
+                if not self._ready.done():
+                    self._ready.set_result(info_from_wire(message))
+            case "failed":
+                kinds: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelFormatError": ModelFormatError}
+                if not self._ready.done():
+                    self._ready.set_exception(kinds.get(message[1], EngineDeadError)(message[2]))
+            case kind:
+                raise ValueError(f"unknown message kind {kind!r}")
+
+    def _deliver(self, step: StepMessage) -> None:
+        if step.writer_id != self.info.writer_id:
+            return
+        self._stats = step.stats
+        self._last_step_time = time.monotonic()
+        for output in step.outputs:
+            entry = self._sinks.get(output.request_id)
+            if entry is None:
+                continue
+            sink, running = entry
+            if output.finish_reason is not None:
+                running.discard(output.index)
+                if not running:
+                    del self._sinks[output.request_id]
+            sink(output)
+
+    def _end(self, why: str) -> None:
+        if not self._alive:
+            return
+        self._alive = False
+        error = EngineDeadError(f"{why} (exit code {self.process.poll()})")
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        sinks, self._sinks = self._sinks, {}
+        for request_id, (sink, running) in sinks.items():
+            for index in sorted(running):
+                sink(RequestOutput(request_id, index, [], "error", error=str(error)))

@@ -1,0 +1,183 @@
+"""The process an engine lives in: `python -m tournant.workers.engine_process FD`.
+
+Owns the socket to its parent (a `ProcessEngineClient`) and the thread that reads it; the engine itself runs on the main
+thread. Frames are those of messages.py.
+
+Guarantees:
+ 1. The process ends when its parent does (the parent's pidfd or the end of the socket says so), whatever it is doing.
+ 2. A failed step ends the requests it held with "error"; three in a row end the process, and the client reports why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from tournant.kvstore.errors import InvariantViolation
+from tournant.workers.config import EngineConfig
+from tournant.workers.engine import Engine
+from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.messages import (
+    EngineInfo,
+    FrameBuffer,
+    RequestOutput,
+    StepMessage,
+    info_to_wire,
+    pack_frame,
+    request_from_wire,
+    start_from_wire,
+    step_to_wire,
+)
+from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_runner import ModelRunner
+
+MAX_FAILED_STEPS = 3
+RECEIVE_BYTES = 1 << 18
+logger = logging.getLogger("tournant.engine")
+
+
+class EngineServer:
+    """Serves one client over `connection` until it goes away."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._inbox: deque[list[Any]] = deque()
+        self._wake = threading.Event()
+        self._frames = FrameBuffer()
+        self._writer_id = int.from_bytes(os.urandom(8), "little")
+
+    def run(self) -> None:
+        """Load what the first frame names, say "ready" or "failed", then serve."""
+        config, (folder, name, weights_id), parent_pid = start_from_wire(self._first_message())
+        threading.Thread(target=self._read, args=(os.pidfd_open(parent_pid),), daemon=True, name="reader").start()
+        try:
+            engine, info = build_engine(config, ModelFiles(Path(folder), name, weights_id), self._writer_id)
+        except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError) as error:
+            self._send(["failed", type(error).__name__, str(error)])
+            raise SystemExit(1) from error
+        self._send(info_to_wire(info))
+        self._serve(engine)
+
+    def _first_message(self) -> list[Any]:
+        while True:
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                raise SystemExit(0)
+            for message in self._frames.feed(data):
+                return message
+
+    def _read(self, parent: int) -> None:
+        """Reader thread: frames into the inbox; ends the whole process when the parent is gone."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        poller.register(parent, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poller.poll()}
+            if parent in ready:
+                os._exit(0)
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                os._exit(0)
+            try:
+                self._inbox.extend(self._frames.feed(data))
+            except ValueError:
+                logger.exception("the client sent a frame that is not ours; ending")
+                os._exit(1)
+            self._wake.set()
+
+    def _serve(self, engine: Engine) -> None:
+        failed, step = 0, 0
+        while True:
+            if not engine.has_work:
+                self._wake.wait()
+            self._wake.clear()
+            outputs = self._handle_inbox(engine)
+            if engine.has_work:
+                try:
+                    outputs += engine.step()
+                    failed = 0
+                except (RuntimeError, ValueError, KeyError, IndexError, MemoryError, InvariantViolation) as error:
+                    failed += 1
+                    logger.exception("step %d failed", step)
+                    outputs += engine.fail_all(f"the engine could not compute a step: {type(error).__name__}")
+                    if failed >= MAX_FAILED_STEPS:
+                        raise
+            if outputs:
+                step += 1
+                self._send(step_to_wire(StepMessage(self._writer_id, step, outputs, engine.stats())))
+
+    def _handle_inbox(self, engine: Engine) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            match message[0]:
+                case "submit":
+                    outputs += engine.add_request(request_from_wire(message))
+                case "abort":
+                    for request_id in message[1]:
+                        engine.abort(request_id)
+                case "reset":
+                    self._send(["reply", message[1], engine.reset_prefix_cache()])
+                case "validate":
+                    self._send(["reply", message[1], _validate(engine)])
+                case "close":
+                    raise SystemExit(0)
+                case kind:
+                    raise ValueError(f"unknown message kind {kind!r}")
+        return outputs
+
+    def _send(self, message: list[Any]) -> None:
+        self._connection.sendall(pack_frame(message))
+
+
+def _validate(engine: Engine) -> str:
+    try:
+        engine.validate()
+    except InvariantViolation as error:
+        return str(error)
+    return ""
+
+
+def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tuple[Engine, EngineInfo]:
+    """An engine with its model loaded, and what it says of itself. Raises ConfigError, ModelFormatError."""
+    runner = ModelRunner(config, files)
+    decoder, layout = runner.decoder_config, runner.layout
+    engine = Engine(
+        config, runner, num_blocks=runner.cache.num_blocks, block_tokens=layout.block_tokens,
+        max_model_len=runner.max_model_len, vocab_size=decoder.vocab_size, eos_token_ids=decoder.eos_token_ids,
+        namespace=runner.namespace,
+    )
+    info = EngineInfo(
+        writer_id=writer_id,
+        pid=os.getpid(),
+        max_model_len=runner.max_model_len,
+        pool_tokens=runner.cache.num_blocks * layout.block_tokens,
+        block_tokens=layout.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_queued_requests=config.max_queued_requests,
+        vocab_size=decoder.vocab_size,
+        eos_token_ids=decoder.eos_token_ids,
+        dtype=str(layout.dtype).removeprefix("torch."),
+        device="cpu",
+        namespace=runner.namespace,
+    )
+    return engine, info
+
+
+def main() -> None:
+    """Entry point: the only argument is the number of an inherited, connected stream socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    EngineServer(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

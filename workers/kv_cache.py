@@ -1,0 +1,65 @@
+"""The KV bytes of one shard on its device: one preallocated tensor, written only through the kernels.
+
+Owns the pool tensor and nothing about who uses which block (that is `BlockManager`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from tournant.kernels import ops
+from tournant.kernels.layout import KVLayout
+from tournant.workers.config import EngineConfig
+from tournant.workers.errors import ConfigError
+
+DEFAULT_POOL_BYTES = 1 << 30
+
+
+def available_memory_bytes() -> int:
+    """Bytes of RAM this process may still take: the kernel's estimate, or what the cgroup leaves, whichever is less."""
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")
+    available = page * pages
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(fields.get("MemAvailable", f"{available >> 10} kB").split()[0]) << 10
+    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and current.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(current.read_text())))
+    return available
+
+
+def pool_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """Blocks of the CPU pool: `kv_cache_bytes`, or the lesser of 1 GiB and a quarter of free memory.
+
+    Raises ConfigError when not even one block fits.
+    """
+    num_bytes = config.kv_cache_bytes
+    if num_bytes is None:
+        num_bytes = min(DEFAULT_POOL_BYTES, available_memory_bytes() // 4)
+    blocks = layout.num_blocks_for(num_bytes)
+    if blocks < 1:
+        raise ConfigError(
+            f"a KV pool of {num_bytes} bytes holds no block of {layout.block_bytes} bytes; "
+            f"set kv_cache_bytes to at least {layout.block_bytes}"
+        )
+    return blocks
+
+
+class KVCache:
+    """`tensor` has shape [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_size] (see KVLayout)."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.tensor = layout.allocate(num_blocks, device)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in the given order."""
+        chained = {source for source, _ in pairs} & {target for _, target in pairs}
+        for group in [[pair] for pair in pairs] if chained else [pairs]:
+            source, target = torch.tensor(group, dtype=torch.int64).t().contiguous()
+            ops.copy_blocks(self.tensor, source, target)

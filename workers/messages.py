@@ -1,0 +1,249 @@
+"""Messages between a frontend and an engine, and their msgpack form.
+
+Owns the closed schema of both directions; who sends them and when is engine_client.py's and engine_process.py's
+business. A frame is a 4-byte little-endian length and one msgpack array whose first item names the kind.
+Only token ids cross this border: text, templates and stop strings stay in the frontend.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
+
+import msgpack
+
+from tournant.kvstore.block import Namespace
+from tournant.workers.config import EngineConfig
+from tournant.workers.sampling_params import SamplingParams
+
+MAX_FRAME_BYTES = 64 << 20
+FRAME_HEADER = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself once it is ready.
+
+    max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool; a sequence
+    is limited by the lesser of both. namespace: what keys of this engine are made in.
+    """
+
+    writer_id: int
+    pid: int
+    max_model_len: int
+    pool_tokens: int
+    block_tokens: int
+    max_num_seqs: int
+    max_queued_requests: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    namespace: Namespace
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that can run: the model's limit or the pool, whichever is less."""
+        return min(self.max_model_len, self.pool_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request as the engine sees it.
+
+    request_id: unique per client connection; keys: key chain of the prompt's full blocks, made in
+    `namespace_digest` (an engine whose own digest differs computes them again); cache_salt: the client salt behind that
+    digest; priority: lower runs earlier.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    keys: list[bytes] = field(default_factory=list)
+    namespace_digest: bytes = b""
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token and of the most probable ones at its place (natural log, floored at -9999)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step added to one answer of a request.
+
+    index: which of the n answers; token_ids: new tokens, the stop token included; finish_reason: None while running,
+    else "stop" (end-of-text or a stop token), "length", "abort" or "error"; stop_token: the token that stopped it;
+    cached_tokens: prompt tokens whose KV was not computed anew, set on the first output of an answer;
+    prompt_logprobs: one entry per prompt token (None for the first), on the first output of answer 0;
+    queue_ms, prefill_ms: time from arrival to first scheduling and from there to the first token, on the first output.
+    """
+
+    request_id: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters (since the engine started) and gauges, sent with every step.
+
+    kv_used / kv_total: device blocks held by sequences / in the pool; prefix_*_tokens: prompt tokens looked up / found.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used: int = 0
+    kv_total: int = 0
+    kv_cached: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """Everything one engine step produced, for all requests of the client it is sent to."""
+
+    writer_id: int
+    step: int
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+def pack_frame(message: list[Any]) -> bytes:
+    """Length header + msgpack. Raises ValueError above MAX_FRAME_BYTES; nothing is sent then."""
+    body = msgpack.packb(message, use_bin_type=True)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
+    return FRAME_HEADER.pack(len(body)) + bytes(body)
+
+
+def unpack_body(body: bytes | memoryview) -> list[Any]:
+    """The array inside one frame. Raises ValueError when it is not one."""
+    message = msgpack.unpackb(body, raw=False, strict_map_key=False, use_list=True)
+    if not isinstance(message, list) or not message or not isinstance(message[0], str):
+        raise ValueError("a frame must hold an array that begins with the kind of message")
+    return message
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. Holds at most one frame's bytes beyond what it has given out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[list[Any]]:
+        """Yields every message completed by `data`. Raises ValueError on an oversized or malformed frame."""
+        self._buffer += data
+        while len(self._buffer) >= FRAME_HEADER.size:
+            (length,) = FRAME_HEADER.unpack_from(self._buffer)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
+            end = FRAME_HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[FRAME_HEADER.size : end])
+            del self._buffer[:end]
+            yield unpack_body(body)
+
+
+def request_to_wire(request: EngineRequest) -> list[Any]:
+    """["submit", ...] for `pack_frame`."""
+    return ["submit", request.request_id, request.token_ids, request.params.to_wire(), request.keys,
+            request.namespace_digest, request.cache_salt, request.priority]
+
+
+def request_from_wire(message: list[Any]) -> EngineRequest:
+    """Inverse of `request_to_wire`. Raises ValueError or TypeError on a malformed message."""
+    _, request_id, token_ids, params, keys, digest, salt, priority = message
+    return EngineRequest(request_id, token_ids, SamplingParams.from_wire(params), keys, digest, salt, priority)
+
+
+def _logprobs_to_wire(entry: TokenLogprobs | None) -> list[Any] | None:
+    return None if entry is None else [entry.logprob, entry.top]
+
+
+def _logprobs_from_wire(data: list[Any] | None) -> TokenLogprobs | None:
+    return None if data is None else TokenLogprobs(data[0], [(token, value) for token, value in data[1]])
+
+
+def step_to_wire(step: StepMessage) -> list[Any]:
+    """["step", writer_id, step, outputs, stats]; rare fields of an output travel in a map only when they are set."""
+    outputs: list[list[Any]] = []
+    for out in step.outputs:
+        item: list[Any] = [out.request_id, out.index, out.token_ids, out.finish_reason]
+        extras: dict[str, Any] = {
+            name: getattr(out, name)
+            for name in ("stop_token", "cached_tokens", "queue_ms", "prefill_ms", "error")
+            if getattr(out, name) is not None
+        }
+        if out.logprobs is not None:
+            extras["logprobs"] = [_logprobs_to_wire(entry) for entry in out.logprobs]
+        if out.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = [_logprobs_to_wire(entry) for entry in out.prompt_logprobs]
+        if extras:
+            item.append(extras)
+        outputs.append(item)
+    return ["step", step.writer_id, step.step, outputs, list(astuple(step.stats))]
+
+
+def step_from_wire(message: list[Any]) -> StepMessage:
+    """Inverse of `step_to_wire`."""
+    _, writer_id, number, items, stats = message
+    outputs: list[RequestOutput] = []
+    for item in items:
+        out = RequestOutput(item[0], item[1], item[2], item[3])
+        if len(item) > 4:
+            extras = item[4]
+            for name in ("logprobs", "prompt_logprobs"):
+                if name in extras:
+                    extras[name] = [_logprobs_from_wire(entry) for entry in extras[name]]
+            for name, value in extras.items():
+                setattr(out, name, value)
+        outputs.append(out)
+    return StepMessage(writer_id, number, outputs, EngineStats(*stats))
+
+
+def start_to_wire(config: EngineConfig, model: tuple[str, str, bytes], parent_pid: int) -> list[Any]:
+    """["start", parent pid, config map, (folder, name, weights_id)]: the first frame an engine process gets."""
+    return ["start", parent_pid, asdict(config), list(model)]
+
+
+def start_from_wire(message: list[Any]) -> tuple[EngineConfig, tuple[str, str, bytes], int]:
+    """Inverse of `start_to_wire`."""
+    _, parent_pid, config, (folder, name, weights_id) = message
+    return EngineConfig(**config), (folder, name, weights_id), parent_pid
+
+
+def info_to_wire(info: EngineInfo) -> list[Any]:
+    """["ready", map] for `pack_frame`."""
+    data = {name: getattr(info, name) for name in EngineInfo.__slots__ if name != "namespace"}
+    data["namespace"] = {name: getattr(info.namespace, name) for name in Namespace.__slots__}
+    return ["ready", data]
+
+
+def info_from_wire(message: list[Any]) -> EngineInfo:
+    """Inverse of `info_to_wire`."""
+    data = dict(message[1])
+    data["namespace"] = Namespace(**data["namespace"])
+    data["eos_token_ids"] = tuple(data["eos_token_ids"])
+    return EngineInfo(**data)

