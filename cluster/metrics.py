@@ -125,15 +125,24 @@ class PrometheusBackend:
         labels = (MODEL_LABEL, *spec.labels)
         if spec.kind is MetricKind.COUNTER:
             counter = Counter(spec.name, spec.description, labels, registry=self._registry)
-            if not spec.labels:
-                counter.labels(model_name)  # a series without further labels begins at 0
-            return lambda value, values: counter.labels(model_name, *values).inc(value)
+            return self._by_labels(spec, lambda values: counter.labels(model_name, *values).inc)
         if spec.kind is MetricKind.GAUGE:
             gauge = Gauge(spec.name, spec.description, labels, registry=self._registry)
-            return lambda value, values: gauge.labels(model_name, *values).set(value)
+            return self._by_labels(spec, lambda values: gauge.labels(model_name, *values).set)
         histogram = Histogram(spec.name, spec.description, labels, registry=self._registry, buckets=spec.buckets)
-        histogram.labels(model_name)
-        return lambda value, values: histogram.labels(model_name, *values).observe(value)
+        return self._by_labels(spec, lambda values: histogram.labels(model_name, *values).observe)
+
+    @staticmethod
+    def _by_labels(spec: MetricSpec, make: Callable[[tuple[str, ...]], Callable[[float], None]]) -> Recorder:
+        """A recorder that looks each series up once; one without labels of its own begins at 0."""
+        series: dict[tuple[str, ...], Callable[[float], None]] = {} if spec.labels else {(): make(())}
+
+        def record(value: float, values: tuple[str, ...]) -> None:
+            if values not in series:
+                series[values] = make(values)
+            series[values](value)
+
+        return record
 
     def render(self) -> bytes:
         """All series in Prometheus' text format, version 0.0.4."""
@@ -148,7 +157,7 @@ class MetricsRegistry:
         self._seen = EngineStats()
 
     def record_engine(self, stats: EngineStats, alive: bool, outstanding: int) -> None:
-        """Take the engine's latest counters and gauges. A counter that went down belongs to a new engine: all of it is new."""
+        """Take the engine's latest counters and gauges. Fewer steps than before mean a new engine, counted anew."""
         record = self._record
         restarted = stats.num_steps < self._seen.num_steps
         for spec, name in ENGINE_COUNTERS:

@@ -1,4 +1,4 @@
-"""Ray's back end for the metrics of metrics.py. Imported only inside Ray processes: values recorded elsewhere are lost."""
+"""Ray's back end for the metrics of metrics.py. Only for Ray processes: values recorded elsewhere are lost."""
 
 from __future__ import annotations
 

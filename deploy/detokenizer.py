@@ -95,7 +95,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back, once no more tokens come; an unfinished character gives U+FFFD. "" after a stop string."""
+        """What was held back, when no more tokens come; an unfinished character gives U+FFFD, a stop string nothing."""
         if self.stopped is not None:
             return ""
         text = self._match(self._decode(b"", final=True))

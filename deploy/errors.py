@@ -1,6 +1,6 @@
 """Errors of the frontend that a caller can meet, over HTTP or through a handle.
 
-Every class hands all of its constructor arguments to the base class, so that an error pickled by Ray arrives as it left.
+Every class hands all of its constructor arguments to the base class, so that one pickled by Ray arrives as it left.
 """
 
 from __future__ import annotations

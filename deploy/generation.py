@@ -5,8 +5,8 @@ Owns the token log of every answer (the truth a later failover resumes from) and
 
 Invariants:
  1. Every answer ends with exactly one Delta that has a finish_reason, unless the caller cancelled.
- 2. What waits for a slow reader is bounded by the answers' max_tokens; deltas of one answer are joined while they wait.
- 3. Once a stream is over, by whatever way, the engine holds none of its requests and the frontend's count is given back.
+ 2. What waits for a slow reader is bounded by the answers' max_tokens; an answer's deltas are joined while they wait.
+ 3. Once a stream is over, the engine holds none of its requests and the frontend's count is given back.
 """
 
 from __future__ import annotations
@@ -33,43 +33,51 @@ LoggedToken = tuple[int, TokenLogprobs]  # a token of the answer's text and its 
 class Delta:
     """What was added to one answer.
 
-    index: place of the answer (prompt number x n + answer number); text: final text, may be empty; token_ids: new
-    entries of the token log; logprobs: of tokens whose text is final, so it may lag behind token_ids; finish_reason:
-    "stop", "length" or "error" on the last Delta; stop_reason: the stop string or stop token id that ended it, None for
+    index: place of the answer (prompt number x n + answer number); parts: pieces of final text; token_ids: new entries
+    of the token log; logprobs: of tokens whose text is final, so it may lag behind token_ids; finish_reason: "stop",
+    "length" or "error" on the last Delta; stop_reason: the stop string or stop token id that ended it, None for
     end-of-text; num_generated: tokens of all answers of the request so far; error: set with finish_reason "error".
     """
 
     index: int
-    text: str
-    token_ids: list[int]
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     num_generated: int = 0
     logprobs: list[LoggedToken] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: GenerationFailed | None = None
 
+    @property
+    def text(self) -> str:
+        """What this Delta adds to the answer's text; may be empty."""
+        return "".join(self.parts)
+
     def merge(self, later: Delta) -> None:
         """Append the next Delta of the same answer."""
-        self.text += later.text
+        self.parts += later.parts
         self.token_ids += later.token_ids
         self.num_generated = later.num_generated
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs += later.logprobs
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
 
 
 class Answer:
     """Token log and text of one answer."""
 
-    __slots__ = ("_detokenizer", "_held_logprobs", "_params", "finish_reason", "index", "pending", "stop_reason",
-                 "token_ids")
+    __slots__ = ("_detokenizer", "_held_logprobs", "_params", "finish_reason", "index", "num_told", "pending",
+                 "stop_reason", "token_ids")
 
     def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.index = index
         self.token_ids: list[int] = []  # the token log, a final stop token included
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.pending: Delta | None = None  # waits in the stream for its reader
+        self.pending: Delta | None = None  # the latest Delta that waits in the stream for its reader
+        self.num_told = 0  # entries of the token log that deltas have carried
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params)
         self._held_logprobs: deque[tuple[int, int, LoggedToken]] = deque()  # with first and last character of its text
@@ -80,7 +88,7 @@ class Answer:
         token_ids, finish_reason = output.token_ids, output.finish_reason
         if params.max_tokens == 0:  # asked for prompt log-probabilities only; the engine had to make one token
             self.finish_reason = finish_reason and "length"
-            return Delta(self.index, "", [], finish_reason=self.finish_reason)
+            return Delta(self.index, finish_reason=self.finish_reason)
         visible = token_ids
         if finish_reason == "stop" and output.stop_token is not None and not params.include_stop_str_in_output:
             visible = token_ids[:-1]
@@ -88,7 +96,7 @@ class Answer:
         if params.logprobs is None or output.logprobs is None:
             text = detokenizer.feed(visible)
         else:
-            text = self._feed_with_logprobs(visible, output.logprobs)
+            text = self._feed_with_logprobs(token_ids, len(visible), output.logprobs)
         if finish_reason is not None and detokenizer.stopped is None:
             text += detokenizer.finish()
         if detokenizer.stopped is not None:
@@ -99,20 +107,23 @@ class Answer:
         self.token_ids += token_ids
         self.finish_reason = finish_reason
         logprobs = None if params.logprobs is None else self._release_logprobs()
-        return Delta(self.index, text, token_ids, 0, logprobs, finish_reason, self.stop_reason)
+        return Delta(self.index, [text] if text else [], [], 0, logprobs, finish_reason, self.stop_reason)
 
     def fail(self, error: GenerationFailed) -> Delta:
         """End the answer with an error."""
         self.finish_reason = "error"
-        return Delta(self.index, "", [], finish_reason="error", error=error)
+        return Delta(self.index, finish_reason="error", error=error)
 
-    def _feed_with_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> str:
+    def _feed_with_logprobs(self, token_ids: list[int], num_visible: int, logprobs: list[TokenLogprobs]) -> str:
+        """`Detokenizer.feed` token by token. A stop token has an entry, though no text: clients count on it."""
+        detokenizer = self._detokenizer
         text = ""
-        for token_id, entry in zip(token_ids, logprobs, strict=False):  # a hidden stop token has an entry, but no text
-            start = self._detokenizer.num_decoded
-            text += self._detokenizer.feed((token_id,))
-            self._held_logprobs.append((start, self._detokenizer.num_decoded, (token_id, entry)))
-            if self._detokenizer.stopped is not None:
+        for place, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
+            start = detokenizer.num_decoded
+            if place < num_visible:
+                text += detokenizer.feed((token_id,))
+            self._held_logprobs.append((start, detokenizer.num_decoded, (token_id, entry)))
+            if detokenizer.stopped is not None:
                 break
         return text
 
@@ -137,6 +148,8 @@ class PromptState:
     token_ids: list[int]
     engine_request_id: int
     max_tokens: int
+    unfinished: int  # answers
+    cut: bool = False  # a stop string ended an answer, which the engine cannot know
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     queue_s: float | None = None
@@ -157,7 +170,7 @@ class CompletedAnswer:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a request. cached_tokens: prompt tokens that came from the KV cache, of each prompt's answer 0."""
+    """Token counts of a request. cached_tokens: prompt tokens taken from the KV cache, for answer 0 of each prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -176,8 +189,8 @@ class Completion:
 class GenerationStream:
     """Deltas of all answers of one request, for one reader on the event loop that made it.
 
-    Read it by `async for`, by `next_deltas`, or whole by `collect`. A reader that goes away must end it: by `aclose`, by
-    `cancel`, or by the cancellation of its task, each of which stops the work in the engine at once.
+    Read it by `async for`, by `next_deltas`, or whole by `collect`. A reader that goes away must end it: by `aclose`,
+    `cancel`, or the cancellation of its task, each of which stops the work in the engine at once.
     """
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, params: SamplingParams,
@@ -186,7 +199,9 @@ class GenerationStream:
         self.params = params
         self.arrival = time.monotonic()
         self.first_token_time: float | None = None
-        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
+        self.prompts = [
+            PromptState(request.token_ids, request.request_id, limit, params.n) for request, limit in requests
+        ]
         self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
         self._engine = engine
         self._on_end = on_end
@@ -203,6 +218,11 @@ class GenerationStream:
     def over(self) -> bool:
         """True once no more work is done for this stream; deltas may still wait to be read."""
         return self._over
+
+    @property
+    def drained(self) -> bool:
+        """True once the stream is over and every Delta has been read."""
+        return self._over and not self._pending
 
     @property
     def usage(self) -> Usage:
@@ -256,7 +276,7 @@ class GenerationStream:
         Raises GenerationFailed when one fails (the others are stopped) or when the stream is cancelled meanwhile.
         """
         self._collecting = self._join_deltas = True
-        wholes = {answer.index: Delta(answer.index, "", []) for answer in self.answers}
+        wholes = {answer.index: Delta(answer.index) for answer in self.answers}
         while deltas := await self.next_deltas():
             for delta in deltas:
                 if delta.error is not None:
@@ -287,7 +307,6 @@ class GenerationStream:
         )
 
     def _take(self, prompt_number: int, output: RequestOutput) -> None:
-        """Sink of the engine's outputs; must not raise, so whatever an output does to a stream ends in its deltas."""
         answer = self.answers[prompt_number * self.params.n + output.index]
         if self._over or answer.finish_reason is not None:  # n > 1: the engine goes on until all answers have stopped
             return
@@ -297,13 +316,16 @@ class GenerationStream:
         if output.finish_reason in ("error", "abort"):
             delta = answer.fail(self._failure(output))
         else:
+            logged = len(answer.token_ids)
             delta = answer.take(output)
-            if delta.token_ids:
-                self._num_generated += len(delta.token_ids)
-                if self.first_token_time is None:
-                    self.first_token_time = time.monotonic()
-            if isinstance(delta.stop_reason, str):
-                self._stop_in_engine(prompt_number)
+            self._num_generated += len(answer.token_ids) - logged
+            if self.first_token_time is None and self._num_generated:
+                self.first_token_time = time.monotonic()
+            prompt.cut |= isinstance(delta.stop_reason, str)
+        if delta.finish_reason is not None:
+            prompt.unfinished -= 1
+            if prompt.cut and not prompt.unfinished:
+                self._engine.abort([prompt.engine_request_id])
         self._add(answer, delta)
 
     def _note_first_output(self, prompt: PromptState, output: RequestOutput) -> None:
@@ -323,22 +345,18 @@ class GenerationStream:
         return GenerationFailed(f"the engine gave up this request: {output.error or output.finish_reason}",
                                 "engine_error")
 
-    def _stop_in_engine(self, prompt_number: int) -> None:
-        """A stop string ended an answer, which the engine cannot know: abort once all answers of the prompt are over."""
-        first = prompt_number * self.params.n
-        if all(answer.finish_reason is not None for answer in self.answers[first : first + self.params.n]):
-            self._engine.abort([self.prompts[prompt_number].engine_request_id])
-
     def _add(self, answer: Answer, delta: Delta) -> None:
         delta.num_generated = self._num_generated
-        if delta.text or delta.finish_reason is not None or delta.logprobs:
+        if delta.parts or delta.logprobs or delta.finish_reason is not None:  # else its tokens go with the next Delta
+            delta.token_ids = answer.token_ids[answer.num_told :]
+            answer.num_told = len(answer.token_ids)
             if self._join_deltas and answer.pending is not None:
                 answer.pending.merge(delta)
             else:
                 self._pending.append(delta)
                 answer.pending = delta
-        elif answer.pending is not None:
-            answer.pending.merge(delta)
+        if delta.error is not None:
+            self._collecting = False  # whoever collects need not wait for the other answers
         if delta.finish_reason is not None:
             self._unfinished -= 1
             if not self._unfinished:

@@ -69,9 +69,9 @@ def convert_gguf(path: Path, dtype: str, cache_dir: Path, progress: Progress | N
     """The folder that holds the model of `path` with weights in `dtype`; converts on first use.
 
     dtype: "bfloat16", "float16" or "float32". progress: called with a line of text before and during long work.
-    Raises ModelFormatError naming the tensor or field when the file is damaged or of an unknown kind, ConfigError when the
-    disk is too full, OSError when a file cannot be read or written (TimeoutError: the lock is not free within 30 minutes).
-    On failure nothing of the conversion is left behind.
+    Raises ModelFormatError naming the tensor or field when the file is damaged or of an unknown kind, ConfigError when
+    the disk is too full, OSError when a file cannot be read or written (TimeoutError: the lock is not free within 30
+    minutes). On failure nothing of the conversion is left behind.
     """
     if dtype not in LARGEST:
         raise ConfigError(f"dtype is {dtype!r}; a GGUF file can be converted to {', '.join(LARGEST)}")
@@ -94,9 +94,8 @@ def convert_gguf(path: Path, dtype: str, cache_dir: Path, progress: Progress | N
         folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=root))  # mode 0700
         try:
             tell(f"converting {path.name} to {dtype} (once)")
-            _write_weights(header, tensors, dtype, folder / "model.safetensors", tell)
-            tell(f"reading the tokenizer of {path.name}")
             _write_tokenizer(header, config, folder)
+            _write_weights(header, tensors, dtype, folder / "model.safetensors", tell)
             _write_json(folder / "config.json", config)
             _write_json(folder / "generation_config.json", _generation_config(header, config))
             if file_stamp(path.stat()) != stamp:
@@ -115,18 +114,20 @@ def llama_config(header: GGUFHeader, dtype: str) -> dict[str, Any]:
     if architecture != "llama":
         raise ModelFormatError(f"{header.path}: architecture {architecture!r} is not supported; known for GGUF: llama")
     if header.whole("llama.expert_count", 0, 1 << 16, 0):
-        raise ModelFormatError(f"{header.path}: field llama.expert_count is above 0; mixture-of-experts is not supported")
+        raise ModelFormatError(f"{header.path}: field llama.expert_count: mixture-of-experts is not supported")
     hidden = header.whole("llama.embedding_length", 1, 1 << 17)
     heads = header.whole("llama.attention.head_count", 1, 1 << 12)
     kv_heads = header.whole("llama.attention.head_count_kv", 1, heads, heads)
     head_size = header.whole("llama.attention.key_length", 2, 1 << 12, hidden // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if header.whole(key, 1, 1 << 12, head_size) != head_size:
-            raise ModelFormatError(f"{header.path}: field {key} is {header.fields[key]}; only the head size, {head_size}, is supported")
+            raise ModelFormatError(
+                f"{header.path}: field {key} is {header.fields[key]}; only the head size, {head_size}, is supported"
+            )
     if heads % kv_heads or head_size % 2:
         raise ModelFormatError(
-            f"{header.path}: {heads} heads of size {head_size} over llama.attention.head_count_kv = {kv_heads} KV heads "
-            "do not divide evenly"
+            f"{header.path}: {heads} heads of size {head_size} do not divide evenly over the {kv_heads} KV heads of "
+            "field llama.attention.head_count_kv, or into two halves"
         )
     vocab_size = header.whole("llama.vocab_size", 1, 1 << 24, header.length("tokenizer.ggml.tokens"))
     positions = header.whole("llama.context_length", 1, 1 << 28)
@@ -158,8 +159,8 @@ def llama_config(header: GGUFHeader, dtype: str) -> dict[str, Any]:
 
 
 def _rope_parameters(header: GGUFHeader, head_size: int, positions: int) -> dict[str, Any]:
-    """RoPE as transformers writes it. A rope_freqs tensor (Llama 3.1 and later) divides each frequency by its own factor,
-    which is longrope with one set of factors and no scaling of attention."""
+    """RoPE as transformers writes it. A rope_freqs tensor (Llama 3.1 and later) divides each frequency by its own
+    factor, which is longrope with one set of factors and no scaling of attention."""
     base = {"rope_theta": header.number("llama.rope.freq_base", 1.0, 1e12, 10000.0)}
     scaling = header.text("llama.rope.scaling.type", "none")
     factors = header.tensors.get("rope_freqs.weight")
@@ -169,11 +170,13 @@ def _rope_parameters(header: GGUFHeader, head_size: int, positions: int) -> dict
         return {"rope_type": "linear", "factor": header.number("llama.rope.scaling.factor", 1.0, 1e4), **base}
     if scaling != "none" or factors is None:
         raise ModelFormatError(
-            f"{header.path}: field llama.rope.scaling.type is {scaling!r}; known for GGUF: none, linear, rope_freqs tensor"
+            f"{header.path}: field llama.rope.scaling.type is {scaling!r}; known are none and linear, or a tensor "
+            "rope_freqs.weight without either"
         )
     if factors.type != GGMLQuantizationType.F32 or factors.shape != (head_size // 2,):
         raise ModelFormatError(
-            f"{header.path}: tensor rope_freqs.weight is {factors.type.name} {list(factors.shape)}; it must be F32 [{head_size // 2}]"
+            f"{header.path}: tensor rope_freqs.weight is {factors.type.name} {list(factors.shape)}; it must be F32 "
+            f"[{head_size // 2}]"
         )
     with header.path.open("rb") as file:
         file.seek(factors.offset)
@@ -188,7 +191,7 @@ def _rope_parameters(header: GGUFHeader, head_size: int, positions: int) -> dict
 
 
 def _wanted_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, _Wanted]:
-    """What the folder's weights are made of, by GGUF name. Raises ModelFormatError on a missing, unknown or misshapen one."""
+    """What the folder's weights are made of, by GGUF name. Raises ModelFormatError naming one that does not fit."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, kv = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -216,14 +219,16 @@ def _wanted_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, _Wa
             raise ModelFormatError(f"{header.path}: tensor {name} is missing")
         if found.shape != tensor.shape:
             raise ModelFormatError(
-                f"{header.path}: tensor {name} has the shape {list(found.shape)}; the metadata make it {list(tensor.shape)}"
+                f"{header.path}: tensor {name} has the shape {list(found.shape)}; the metadata make it "
+                f"{list(tensor.shape)}"
             )
         if found.type not in TENSOR_TYPES:
             known = ", ".join(kind.name for kind in TENSOR_TYPES)
-            raise ModelFormatError(f"{header.path}: tensor {name} has the type {found.type.name}; supported are {known}")
+            raise ModelFormatError(f"{header.path}: tensor {name} has type {found.type.name}; supported are {known}")
     for name in header.tensors:
         if name not in wanted and name != "rope_freqs.weight":
-            raise ModelFormatError(f"{header.path}: tensor {name} is not part of a llama of {config['num_hidden_layers']} layers")
+            layers = config["num_hidden_layers"]
+            raise ModelFormatError(f"{header.path}: tensor {name} is not part of a llama of {layers} layers")
     return wanted
 
 
@@ -302,9 +307,10 @@ def _write_tokenizer(header: GGUFHeader, config: dict[str, Any], folder: Path) -
                 alone, gguf_file="model.gguf", local_files_only=True, **options
             )
         except Exception as error:  # the builders raise whatever a bad vocabulary makes them stumble over
-            raise ModelFormatError(f"{header.path}: no tokenizer can be built from tokenizer.ggml.*: {error!r}") from error
+            reason = repr(error)[:500]
+            raise ModelFormatError(f"{header.path}: fields tokenizer.ggml.* make no tokenizer: {reason}") from error
     backend = tokenizer.backend_tokenizer
-    if split == "smollm":  # every digit alone, before the rest of the text is split (transformers splits like GPT-2)
+    if split == "smollm":  # every digit alone, before the rest is split (transformers splits like GPT-2)
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if llama3:
@@ -321,8 +327,8 @@ def _generation_config(header: GGUFHeader, config: dict[str, Any]) -> dict[str, 
     """End tokens: end of text, of turn and of message, as far as the file names them."""
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     ends = [header.whole(key, 0, config["vocab_size"] - 1) for key in keys if key in header.fields]
-    ids = {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
-    return {**ids, "eos_token_id": list(dict.fromkeys(ends))}
+    others = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+    return {**others, "eos_token_id": list(dict.fromkeys(ends))}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -333,7 +339,7 @@ def _check_space(root: Path, tensors: dict[str, _Wanted], dtype: str) -> None:
     needed = sum(int(np.prod(tensor.shape)) for tensor in tensors.values()) * _ITEM_BYTES[dtype] + SPARE_BYTES
     free = shutil.disk_usage(root).free
     if free < needed:
-        raise ConfigError(f"the cache folder {root} has {free} bytes free, the conversion needs {needed}; choose another")
+        raise ConfigError(f"the cache folder {root} has {free} bytes free, this model needs {needed}; choose another")
 
 
 def _sync(folder: Path) -> None:

@@ -113,8 +113,8 @@ class GGUFHeader:
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Read and check the header of `path`.
 
-    Raises ModelFormatError naming the field or tensor when the file breaks any promise above, and OSError when it cannot
-    be read. Takes memory and time for the header alone (some MB, well under a second), whatever the file says.
+    Raises ModelFormatError naming the field or tensor when the file breaks any promise above, and OSError when it
+    cannot be read. Takes memory and time for the header alone (some MB, under a second), whatever the file says.
     """
     with path.open("rb", buffering=BUFFER_BYTES) as file:
         cursor = _Cursor(path, file, path.stat().st_size)
@@ -225,7 +225,9 @@ class _Cursor:
             self._file.seek(num_bytes, 1)
         elif kind == _STRING:
             if length > self._items_left:
-                raise ModelFormatError(f"{self.path}: {what} has {length} strings; arrays may have {MAX_ARRAY_ITEMS} in all")
+                raise ModelFormatError(
+                    f"{self.path}: {what} has {length} strings; all arrays together may have {MAX_ARRAY_ITEMS}"
+                )
             self._items_left -= length
             item = f"a string of {what}"
             for _ in range(length):
@@ -256,7 +258,7 @@ def _checked(path: Path, place: _Place, alignment: int, data_start: int, size: i
     except (ValueError, KeyError):
         raise ModelFormatError(f"{where} has the unknown type {place.type_id}") from None
     if place.dims[0] % block_size:
-        raise ModelFormatError(f"{where} has rows of {place.dims[0]} elements; {kind.name} needs a multiple of {block_size}")
+        raise ModelFormatError(f"{where} has rows of {place.dims[0]}; {kind.name} needs a multiple of {block_size}")
     if place.offset % alignment:
         raise ModelFormatError(f"{where} has the offset {place.offset}; it must be a multiple of {alignment}")
     num_bytes = prod(place.dims) // block_size * block_bytes

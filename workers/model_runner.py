@@ -14,7 +14,7 @@ from tournant.kernels.layout import KVLayout
 from tournant.kvstore.block import Namespace
 from tournant.workers.batch import Batch, StepResult
 from tournant.workers.config import EngineConfig
-from tournant.workers.errors import ConfigError
+from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.forward_input import ForwardInput, InputBuilder
 from tournant.workers.kv_cache import KVCache, pool_blocks
 from tournant.workers.messages import TokenLogprobs
@@ -47,8 +47,13 @@ class ModelRunner:
         self.decoder_config = DecoderConfig.from_folder(files.folder)
         self.max_model_len = self.decoder_config.limit(config.max_model_len)
         dtype = TORCH_DTYPES[config.dtype]
-        with load_checkpoint(files.folder) as checkpoint:
-            self.decoder = Decoder(self.decoder_config, checkpoint, dtype, self.max_model_len)
+        checkpoint = load_checkpoint(files.folder)
+        self.decoder = Decoder(self.decoder_config, checkpoint, dtype, self.max_model_len)
+        if unused := checkpoint.unused():
+            raise ModelFormatError(
+                f"{files.folder} holds {len(unused)} tensors that a {self.decoder_config.num_layers}-layer llama does not "
+                f"use, the first is {unused[0]!r}; config.json does not describe this checkpoint"
+            )
         self.layout = self.decoder.layout(config.block_tokens or CPU_BLOCK_TOKENS)
         self.cache = KVCache(self.layout, pool_blocks(config, self.layout), torch.device("cpu"))
         max_blocks = -(-self.max_model_len // self.layout.block_tokens)

@@ -137,23 +137,32 @@ class Sampler:
 
 def _draw(logits: torch.Tensor, params: SamplingParams, draw: float) -> int:
     """Token of one row of float32 logits [vocab] by inverse CDF in vocabulary order over what the filters keep."""
-    scaled = logits.double().div_(params.temperature)
-    if 0 < params.top_k < len(scaled):
-        threshold = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
-    probabilities = scaled.softmax(dim=-1)
+    probabilities = (logits / params.temperature).softmax(dim=-1)
+    if 0 < params.top_k < len(logits):
+        probabilities = probabilities.masked_fill(logits < logits.topk(params.top_k).values[-1], 0.0)
     if params.top_p < 1.0:
-        ordered = probabilities.sort(descending=True).values
-        before = ordered.cumsum(dim=-1) - ordered
-        kept = int((before < params.top_p).sum())
-        probabilities = probabilities.masked_fill(probabilities < ordered[max(kept, 1) - 1], 0.0)
+        probabilities = probabilities.masked_fill(probabilities < _top_p_threshold(probabilities, params.top_p), 0.0)
     if params.min_p > 0.0:
         probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0.0)
-    cumulative = probabilities.cumsum(dim=-1)
-    token = int(torch.searchsorted(cumulative, draw * float(cumulative[-1]), right=True))
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    token = int(torch.searchsorted(cumulative, draw * cumulative[-1:], right=True))
     if token >= len(cumulative) or probabilities[token] == 0.0:  # the draw fell on a rounding edge
         token = int(probabilities.nonzero()[-1])
     return token
+
+
+def _top_p_threshold(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The least probable token of the smallest set whose mass reaches `top_p` of the whole.
+
+    All tokens below (1 - top_p) / vocabulary of the whole weigh less than 1 - top_p together, so none of them is in
+    the set: sorting the few others (30 us) replaces sorting the vocabulary (6 ms at 49,152).
+    """
+    total = probabilities.sum()
+    likely = probabilities[probabilities >= total * ((1.0 - top_p) / len(probabilities))]
+    ordered = likely.sort(descending=True).values
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    kept = int((before < top_p * total).sum())
+    return ordered[max(kept, 1) - 1]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprobs]:

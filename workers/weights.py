@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,14 +58,14 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """Dtype of a tensor in its file, by its safetensors name ("BF16"). Raises ModelFormatError when it is missing."""
+        """Dtype of a tensor in its file, as safetensors has it ("BF16"). Raises ModelFormatError when it is missing."""
         return self._entry(name).dtype
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor as contiguous CPU memory of its own, converted to `dtype`.
 
-        Raises ModelFormatError naming the tensor when it is missing, of another shape or of a dtype that no weight can have,
-        or when float16 cannot hold its values.
+        Raises ModelFormatError naming the tensor when it is missing, of another shape or of a dtype that no weight can
+        have, or when float16 cannot hold its values.
         """
         entry = self._entry(name)
         if entry.shape != shape:
@@ -73,11 +73,12 @@ class Checkpoint:
                 f"{entry.file}: tensor {name} has the shape {list(entry.shape)}; config.json makes it {list(shape)}"
             )
         if entry.dtype not in DTYPES:
-            raise ModelFormatError(f"{entry.file}: tensor {name} has the dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+            known = ", ".join(DTYPES)
+            raise ModelFormatError(f"{entry.file}: tensor {name} has the dtype {entry.dtype}; supported are {known}")
         stored: torch.Tensor = self._open(entry.file).get_tensor(name)
         tensor = stored.to(dtype, copy=True)
         if dtype == torch.float16 and stored.dtype != dtype and not torch.isfinite(tensor).all():
-            raise ModelFormatError(f"{entry.file}: tensor {name} holds values beyond float16; choose bfloat16 or float32")
+            raise ModelFormatError(f"{entry.file}: tensor {name} exceeds float16; choose bfloat16 or float32")
         self._taken.add(name)
         return tensor
 
@@ -102,21 +103,21 @@ class Checkpoint:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint of a model folder, in one or several files; no tensor is read yet.
 
-    Raises ModelFormatError naming the file and the tensor or field when a header is damaged or truncated, a tensor occurs
-    in two files, or the index does not fit the files.
+    Raises ModelFormatError naming the file and the tensor or field when a header is damaged or truncated, a tensor
+    occurs in two files, or the index does not fit the files.
     """
     index = read_index(folder)
     entries: dict[str, _Entry] = {}
     for path in weight_files(folder):
         for name, entry in _read_header(path).items():
             if name in entries:
-                raise ModelFormatError(f"{path}: tensor {name} is also in {entries[name].file.name}; one of them must go")
+                raise ModelFormatError(f"{path}: tensor {name} is also in {entries[name].file.name}; remove one")
             if index is not None and index.get(name) != path.name:
                 raise ModelFormatError(f"{path}: tensor {name} is not where {INDEX_NAME} has it ({index.get(name)})")
             entries[name] = entry
-    for name in index or ():
+    for name, file in (index or {}).items():
         if name not in entries:
-            raise ModelFormatError(f"{folder / INDEX_NAME}: weight_map has tensor {name}, which {index[name] if index else ''} lacks")
+            raise ModelFormatError(f"{folder / INDEX_NAME}: weight_map has tensor {name}, which {file} lacks")
     return Checkpoint(entries)
 
 
@@ -128,7 +129,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= MAX_HEADER_BYTES or 8 + length > size:
             raise ModelFormatError(
-                f"{path}: its header has {length} bytes in a file of {size} (at most {MAX_HEADER_BYTES}); it is truncated or damaged"
+                f"{path}: its header has {length} bytes (at most {MAX_HEADER_BYTES}) in a file of {size}; it is "
+                "truncated or damaged"
             )
         data = file.read(length)
     try:
@@ -138,18 +140,19 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise ModelFormatError(f"{path}: its header is a {type(header).__name__}, not an object of tensors by name")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, item, size - 8 - length) for name, item in header.items()}
+    return {name: _checked(path, name, item, size - 8 - length) for name, item in header.items()}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    items = dict(pairs)
-    if len(items) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+    items: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in items:
+            raise ValueError(f"{name} occurs twice")
+        items[name] = item
     return items
 
 
-def _entry(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
+def _checked(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
     where = f"{path}: tensor {name}"
     if not isinstance(item, dict) or not isinstance(item.get("dtype"), str):
         raise ModelFormatError(f"{where}: dtype is missing")
@@ -160,7 +163,8 @@ def _entry(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
         raise ModelFormatError(f"{where}: data_offsets is {offsets!r}; it must be a start and an end")
     if offsets[1] > data_bytes:
         raise ModelFormatError(
-            f"{where}: data_offsets end at {offsets[1]}, but the file has {data_bytes} bytes of tensors; it is truncated or damaged"
+            f"{where}: data_offsets end at {offsets[1]}, but the file has {data_bytes} bytes of tensors; it is "
+            "truncated or damaged"
         )
     kind = DTYPES.get(item["dtype"])
     if kind is not None and prod(shape) * kind.itemsize != offsets[1] - offsets[0]:
@@ -168,7 +172,7 @@ def _entry(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
     return _Entry(path, item["dtype"], tuple(shape))
 
 
-def _is_counts(value: Any) -> bool:
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )

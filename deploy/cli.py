@@ -1,0 +1,273 @@
+"""The command line: `tournant serve`, `tournant chat`, `tournant version`.
+
+Owns flags, what is printed, exit codes and the environment that Ray is given; it is the only place that looks at
+environment variables. It stays light: Ray and the model live in the process of local_ray.py, which `serve` watches over
+and ends with everything below it (supervisor.py).
+
+Exit codes: 0 ended as asked, 1 failure, 2 wrong configuration or model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.metadata import version as package_version
+from pathlib import Path
+from types import FrameType
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tournant.deploy.chat import ChatError, run_chat
+from tournant.deploy.config import ServeFile, load_config_file, parse_bytes, parse_config
+from tournant.deploy.supervisor import RunFolder, become_subreaper, check_port, end_descendants
+from tournant.workers.config import DEVICES, DTYPES
+from tournant.workers.errors import ConfigError
+
+DRAIN_S = 15.0  # after SIGTERM: the replica's graceful shutdown and Serve's own ends
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",  # Ray runs whatever it is sent: only holders of a secret of this run may send
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every platform: Ray listens on loopback only
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+RAY_ADDRESSES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_NAMESPACE")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Serve a language model on Ray, and talk to it.")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(package_version("tournant"))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to talk to; the first one listed if left out.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+) -> None:
+    """Chat in the terminal with a running server. Ctrl-C stops an answer, /exit ends."""
+    def show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        run_chat(url, model, system, input, show)
+    except ChatError as error:
+        _fail(str(error), 1)
+
+
+Flag = typer.Option
+ENGINE, SERVICE = "Engine", "Service"
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(
+        help="Folder with config.json and safetensors, a .gguf file, or a hub id. SmolLM2-135M-Instruct if left out.",
+    )] = None,
+    config: Annotated[Path | None, Flag(help="Serve file (YAML); flags go before what it says.")] = None,
+    host: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, Flag(rich_help_panel=SERVICE, help="Port to listen on [8000].")] = None,
+    served_model_name: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="What clients call the model.")] = None,
+    num_replicas: Annotated[int | None, Flag(rich_help_panel=SERVICE, help="Engines that share requests [1].")] = None,
+    request_timeout_s: Annotated[float | None, Flag(rich_help_panel=SERVICE, help="Longest request [600].")] = None,
+    max_body_bytes: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Largest request body [8MiB].")] = None,
+    ingress: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Way in: direct.")] = None,
+    log_level: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="debug, info, warning or error.")] = None,
+    cache_dir: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Where converted models are kept.")] = None,
+    device: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DEVICES)}.")] = None,
+    dtype: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DTYPES)}.")] = None,
+    max_model_len: Annotated[int | None, Flag(
+        rich_help_panel=ENGINE, help="Most tokens of prompt and answer [the model's limit].")] = None,
+    max_num_seqs: Annotated[int | None, Flag(
+        rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
+    max_num_batched_tokens: Annotated[int | None, Flag(
+        rich_help_panel=ENGINE, help="Tokens computed in one step [1024].")] = None,
+    max_queued_requests: Annotated[int | None, Flag(
+        rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")] = None,
+    kv_cache_bytes: Annotated[str | None, Flag(
+        rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB [by memory].")] = None,
+    enable_prefix_caching: Annotated[bool | None, Flag(
+        "--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=ENGINE,
+        help="Reuse the KV of prompts that begin alike [on].")] = None,
+    deterministic: Annotated[bool | None, Flag(
+        "--deterministic/--no-deterministic", rich_help_panel=ENGINE,
+        help="Same tokens whatever else runs, a little slower [off].")] = None,
+) -> None:
+    """Serve a model behind an OpenAI-compatible endpoint, on a private Ray that ends with this command."""
+    chosen = {name: value for name, value in locals().items() if value is not None and name != "config"}
+    try:
+        plan = make_plan(config, chosen)
+        check_port(plan.config.host, plan.config.port)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    raise typer.Exit(ServiceRun(plan).run())
+
+
+def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
+    """What to serve: the file, if any, and flags over it. Paths become absolute. Raises ConfigError."""
+    plan = load_config_file(config_file) if config_file is not None else ServeFile()
+    args = plan.config.to_args()
+    engine = dict(args.get("engine", {}))
+    for name, value in flags.items():
+        if name in ("max_body_bytes", "kv_cache_bytes"):
+            value = parse_bytes(value)
+        (args if name in type(plan.config).model_fields else engine)[name] = value
+    for name in ("model", "cache_dir"):  # the replica runs in another folder
+        if name in args and (name == "cache_dir" or Path(args[name]).expanduser().exists()):
+            args[name] = str(Path(args[name]).expanduser().absolute())
+    return plan.model_copy(update={"config": parse_config({**args, "engine": engine})})
+
+
+def _fail(message: str, code: int) -> None:
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    raise typer.Exit(code)
+
+
+class _Terminated(Exception):  # noqa: N818 - a request, not a fault
+    """SIGTERM came."""
+
+
+class ServiceRun:
+    """One `tournant serve`: starts the process of local_ray.py, shows how it gets on, and ends it in every case."""
+
+    def __init__(self, plan: ServeFile) -> None:
+        self._plan = plan
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("starting")
+        self._began = self._step_began = time.monotonic()
+        self._step = ""
+        self._ready = False
+        self._code = 1
+
+    def run(self) -> int:
+        """Run until the service ends or a signal comes; returns the exit code. Nothing is left behind."""
+        signal.signal(signal.SIGTERM, _terminate)
+        become_subreaper()
+        folder = RunFolder()
+        process: subprocess.Popen[str] | None = None
+        try:
+            with self._status:
+                process, reports = self._start(folder)
+                self._follow(process, reports)
+        except KeyboardInterrupt:
+            self._code = 0
+        except _Terminated:
+            self._code = 0
+            self._drain(process)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            left = end_descendants()
+            folder.remove()
+        if left:
+            self._console.print(f"these processes could not be ended: {left}")
+            self._code = 1
+        return self._code
+
+    def _start(self, folder: RunFolder) -> tuple[subprocess.Popen[str], IO[str]]:
+        ours, theirs = os.pipe()
+        # -P keeps the current folder off the module path; a session of its own keeps Ctrl-C away from Ray
+        command = [sys.executable, "-P", "-m", "tournant.deploy.local_ray", str(theirs), str(folder.path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   pass_fds=[theirs], start_new_session=True, env=ray_environment(), text=True,
+                                   encoding="utf-8", errors="replace")
+        os.close(theirs)
+        if process.stdin is None or process.stdout is None:
+            raise OSError("the pipes to the service are missing")
+        threading.Thread(target=self._show_log, args=(process.stdout,), daemon=True, name="log").start()
+        process.stdin.write(self._plan.model_dump_json() + "\n")
+        process.stdin.flush()
+        return process, os.fdopen(ours)
+
+    def _show_log(self, lines: IO[str]) -> None:
+        """Pass on what the service prints. Until it is ready, keep the last of it: of use only if the start fails."""
+        for line in lines:
+            if self._early is None:
+                self._print_log(line)
+            else:
+                self._early.append(line)
+
+    def _print_log(self, line: str) -> None:
+        self._console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
+
+    def _follow(self, process: subprocess.Popen[str], reports: IO[str]) -> None:
+        """Show reports until the process ends."""
+        failed = False
+        for line in reports:
+            match json.loads(line):
+                case {"step": text}:
+                    self._show_step(text)
+                case {"ready": facts}:
+                    self._show_step("")
+                    self._status.stop()
+                    self._ready = True
+                    self._show_ready(facts)
+                case {"failed": reason, "code": code}:
+                    failed, self._code = True, code
+                    self._status.stop()
+                    for part in reason.splitlines():
+                        typer.echo(f"error: {part}", err=True)
+        if not failed:
+            typer.echo(f"error: the service ended by itself, with exit code {process.wait()}", err=True)
+
+    def _show_step(self, text: str) -> None:
+        now = time.monotonic()
+        if self._step:
+            self._console.print(f"  {self._step}: {now - self._step_began:.1f} s")
+        self._step, self._step_began = text, now
+        self._status.update(text)
+
+    def _show_ready(self, facts: dict[str, Any]) -> None:
+        config = self._plan.config
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}{self._plan.route_prefix.rstrip('/')}/v1"
+        typer.echo(
+            f"Ready after {time.monotonic() - self._began:.1f} s: {url} serves {facts['model']} in {facts['dtype']} "
+            f"on {facts['device']}, KV pool {facts['pool_tokens']:,} tokens, context "
+            f"{facts['max_sequence_tokens']:,} tokens"
+        )
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        question = {"model": facts["model"], "messages": messages}
+        typer.echo(f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
+                   f"{shlex.quote(json.dumps(question))}")
+
+    def _drain(self, process: subprocess.Popen[str] | None) -> None:
+        """Let running requests end. A second signal ends the waiting."""
+        if process is None or not self._ready:
+            return
+        process.terminate()
+        try:
+            process.wait(DRAIN_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
+            self._console.print("ending the requests that still run")
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def ray_environment() -> dict[str, str]:
+    """The environment of a private Ray: ours without what leads to another cluster, and with a fresh secret."""
+    kept = {name: value for name, value in os.environ.items() if name not in RAY_ADDRESSES}
+    return {**kept, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}

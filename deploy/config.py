@@ -1,0 +1,311 @@
+"""The one schema of a service: flags, YAML files and `build_app(args)` all end in a `ServiceConfig`.
+
+Owns names, limits and error texts of what an operator may set, and the reading of Serve files. Light on purpose:
+neither Ray nor torch is imported, so that the command line answers at once.
+
+Invariants:
+ 1. Everything raises ConfigError with one line per fault; an unknown key names the nearest known one. Nothing is
+    ignored.
+ 2. Engine fields have one definition, `EngineConfig`; here they are only split into `engine:` and `advanced:`.
+ 3. A file that loads here means the same to `serve deploy`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from tournant.workers.config import EngineConfig
+from tournant.workers.errors import ConfigError
+
+APP_NAME = "tournant"
+DEPLOYMENT_NAME = "Replica"
+IMPORT_PATH = "tournant.deploy.app:build_app"
+MAX_FILE_BYTES = 64 << 10
+
+ADVANCED_KEYS = frozenset({"block_tokens", "num_threads", "num_in_flight"})
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
+
+# What a Serve file may hold (ray.serve.schema), and of that what `tournant serve` carries out.
+SERVE_KEYS = frozenset({
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "applications", "target_capacity",
+})
+SERVE_KEYS_USED = frozenset({"http_options", "applications"})
+HTTP_KEYS = frozenset({
+    "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
+    "ssl_keyfile_password", "ssl_ca_certs",
+})
+APPLICATION_KEYS = frozenset({
+    "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy", "args",
+    "logging_config", "external_scaler_enabled",
+})
+APPLICATION_KEYS_USED = frozenset({"name", "route_prefix", "import_path", "args", "deployments"})
+DEPLOYMENT_KEYS = frozenset({
+    "name", "num_replicas", "max_ongoing_requests", "max_queued_requests", "backpressure_config", "user_config",
+    "autoscaling_config", "graceful_shutdown_wait_loop_s", "graceful_shutdown_timeout_s", "health_check_period_s",
+    "health_check_timeout_s", "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
+    "placement_group_bundle_label_selector", "max_replicas_per_node", "logging_config", "request_router_config",
+    "gang_scheduling_config", "deployment_actors", "rolling_update_percentage", "max_surge_percent",
+})
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ConfigError."""
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{text!r} is not a number of bytes; write 1073741824, 512MiB or 1.5GiB")
+    unit = found[2] or "B"
+    base = 1024 if "i" in unit else 1000
+    return int(float(found[1]) * base ** "BKMGT".index(unit[0])) if unit != "B" else int(float(found[1]))
+
+
+@dataclass(frozen=True)
+class _Sections:
+    """`engine:` and `advanced:` as they came, until `_engine_config` makes one EngineConfig of both."""
+
+    engine: Any
+    advanced: Any
+
+
+def _engine_config(value: Any) -> Any:
+    if not isinstance(value, _Sections):
+        return value
+    faults: list[str] = []
+    found: dict[str, Any] = {}
+    for section, data, known in (("engine", value.engine, ENGINE_KEYS), ("advanced", value.advanced, ADVANCED_KEYS)):
+        if not isinstance(data, Mapping | None):
+            faults.append(f"{section} is {data!r}; it must be a mapping of names to values")
+            continue
+        for key, item in (data or {}).items():
+            if key not in known:
+                faults.append(_unknown_key(f"{section}.{key}", _ALL_KEYS))
+                continue
+            try:
+                found[key] = parse_bytes(item) if key == "kv_cache_bytes" and isinstance(item, str) else item
+                EngineConfig(**{key: found[key]})
+            except ConfigError as error:
+                faults.append(f"{section}.{error}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return EngineConfig(**found)
+
+
+class ServiceConfig(BaseModel):
+    """What an operator chooses about a service. Frozen; made by `parse_config` or `load_config_file`.
+
+    model: folder with config.json and safetensors, a .gguf file, or a hub id; None = SmolLM2-135M-Instruct;
+    served_model_name: what clients call it, None = the model's own name; host, port: where `tournant serve` listens
+    (a Serve file says it in http_options); num_replicas: engines that share the requests; request_timeout_s: longest
+    life of a request; max_body_bytes: largest request body; ingress: "direct" = every replica serves HTTP itself;
+    log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder.
+    engine: `EngineConfig`, whose fields `advanced:` may also set.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    served_model_name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    num_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    request_timeout_s: Annotated[float, Field(gt=0, le=7 * 86400.0)] = 600.0
+    max_body_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 30)] = 8 << 20
+    ingress: Literal["direct"] = "direct"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    cache_dir: str | None = None
+    engine: Annotated[InstanceOf[EngineConfig], BeforeValidator(_engine_config)] = EngineConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        """Move `advanced` beside `engine`; whatever is no mapping is left for pydantic to refuse."""
+        if not isinstance(data, Mapping):
+            return data
+        rest = {key: value for key, value in data.items() if key not in ("engine", "advanced")}
+        engine = data.get("engine")
+        if not isinstance(engine, EngineConfig):
+            engine = _Sections(engine, data.get("advanced"))
+        return {**rest, "engine": engine}
+
+    @property
+    def weights_dtype(self) -> str:
+        """What a .gguf file is converted to."""
+        return "bfloat16" if self.engine.dtype == "auto" else self.engine.dtype
+
+    @property
+    def cache_path(self) -> Path | None:
+        """`cache_dir` as a path."""
+        return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
+    @model_serializer
+    def to_args(self) -> dict[str, Any]:
+        """Plain values that `parse_config` turns into an equal configuration: only what differs from the defaults."""
+        plain = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if name != "engine" and getattr(self, name) != field.default
+        }
+        changed = {
+            field.name: getattr(self.engine, field.name)
+            for field in fields(EngineConfig)
+            if getattr(self.engine, field.name) != field.default
+        }
+        for section, keys in (("engine", ENGINE_KEYS), ("advanced", ADVANCED_KEYS)):
+            if chosen := {name: value for name, value in changed.items() if name in keys}:
+                plain[section] = chosen
+        return plain
+
+
+_SERVICE_KEYS = [name for name in ServiceConfig.model_fields if name != "engine"] + ["engine", "advanced"]
+_ALL_KEYS = [*_SERVICE_KEYS, *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
+             *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS))]
+
+
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    """ "unknown key x; did you mean y?", where a key in the wrong section counts as near."""
+    last = {name.rsplit(".", 1)[-1]: name for name in known}
+    near = difflib.get_close_matches(str(key).rsplit(".", 1)[-1], last, n=1)
+    advice = f"did you mean {last[near[0]]}?" if near else f"known keys: {', '.join(last.values())}"
+    return f"unknown key {key}; {advice}"
+
+
+def parse_config(data: Mapping[str, Any]) -> ServiceConfig:
+    """A ServiceConfig from plain values (YAML args, flags). Raises ConfigError, one line per fault."""
+    try:
+        return ServiceConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_fault(details) for details in error.errors())) from None
+
+
+def _fault(details: Any) -> str:
+    key, value = ".".join(str(part) for part in details["loc"]), details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            return _unknown_key(key, _ALL_KEYS)
+        case "value_error":
+            return str(details["ctx"]["error"])
+        case "literal_error" if key == "ingress" and value == "resilient":
+            return "ingress is 'resilient', which is not available yet; use 'direct'"
+        case "literal_error":
+            return f"{key} is {value!r}; it must be one of {details['ctx']['expected'].replace(' or ', ', ')}"
+        case _ if not key:
+            return f"the configuration is {value!r}; it must be a mapping of names to values"
+        case _:
+            message = details["msg"].replace("Input should be", "it must be").replace("String should", "it should")
+            return f"{key} is {value!r}; {message}"
+
+
+class ServeFile(BaseModel):
+    """A Serve file with one application, ours, as `tournant serve` carries it out.
+
+    http_options: of the proxies, without host and port, which are in config; deployment_options: overrides of Serve's
+    settings for the replica.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: ServiceConfig = ServiceConfig()
+    name: str = APP_NAME
+    route_prefix: str = "/"
+    http_options: dict[str, Any] = {}
+    deployment_options: dict[str, Any] = {}
+
+
+def load_config_file(path: Path) -> ServeFile:
+    """Read a Serve file.
+
+    Raises ConfigError when it cannot be read, is larger than MAX_FILE_BYTES, is not YAML, or holds something unknown or
+    something that only `serve deploy` carries out.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return _serve_file(data)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def _serve_file(data: Any) -> ServeFile:
+    faults = _faults_of_keys("", data, SERVE_KEYS, SERVE_KEYS_USED)
+    applications = data.get("applications") if isinstance(data, Mapping) else None
+    http = data.get("http_options") or {} if isinstance(data, Mapping) else {}
+    faults += _faults_of_keys("http_options", http, HTTP_KEYS, HTTP_KEYS)
+    if not isinstance(applications, list) or len(applications) != 1:
+        raise ConfigError("\n".join([*faults, f"applications must be a list of one application, {APP_NAME}"]))
+    app = applications[0]
+    faults += _faults_of_keys("applications[0]", app, APPLICATION_KEYS, APPLICATION_KEYS_USED)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if app.get("import_path") != IMPORT_PATH:
+        faults.append(f"applications[0].import_path is {app.get('import_path')!r}; it must be {IMPORT_PATH}")
+    overrides = app.get("deployments") or []
+    if not isinstance(overrides, list) or len(overrides) > 1:
+        faults.append(f"applications[0].deployments must be a list of one deployment, {DEPLOYMENT_NAME}")
+        overrides = []
+    for override in overrides:
+        faults += _faults_of_keys("applications[0].deployments[0]", override, DEPLOYMENT_KEYS, DEPLOYMENT_KEYS)
+        if isinstance(override, Mapping) and override.get("name") != DEPLOYMENT_NAME:
+            name = override.get("name")
+            faults.append(f"applications[0].deployments[0].name is {name!r}; it must be {DEPLOYMENT_NAME}")
+    config = ServiceConfig()
+    try:
+        config = parse_config(refuse_address(app.get("args") or {}))
+        config = parse_config({**config.to_args(), **{key: http[key] for key in ("host", "port") if key in http}})
+    except ConfigError as error:
+        faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    options = {key: value for override in overrides for key, value in override.items() if key != "name"}
+    return ServeFile(
+        config=config,
+        name=app.get("name", APP_NAME),
+        route_prefix=app.get("route_prefix", "/"),
+        http_options={key: value for key, value in http.items() if key not in ("host", "port")},
+        deployment_options=options,
+    )
+
+
+def refuse_address(args: Any) -> Any:
+    """`args` of an application unchanged. Raises ConfigError when they name an address, which Serve would not use."""
+    if isinstance(args, Mapping) and (wrong := sorted({"host", "port"} & args.keys())):
+        raise ConfigError(f"args.{wrong[0]}: the address of a Serve file stands in http_options, not in args")
+    return args
+
+
+def _faults_of_keys(section: str, data: Any, known: frozenset[str], used: frozenset[str]) -> list[str]:
+    if not isinstance(data, Mapping):
+        return [f"{section or 'the file'} is {data!r}; it must be a mapping of names to values"]
+    prefix = f"{section}." if section else ""
+    faults = [_unknown_key(prefix + str(key), [prefix + name for name in sorted(known)])
+              for key in data if key not in known]
+    faults += [f"{prefix}{key} is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"
+               for key in data if key in known - used]
+    return faults

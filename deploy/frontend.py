@@ -1,0 +1,228 @@
+"""The way from a prompt to a stream of answers: admission, limits, keys, submission, health.
+
+Owns the count of outstanding answers and what is refused before an engine hears of it. Speaks to the engine through
+`EngineClient` alone; the answers themselves are generation.py's, HTTP is http_server.py's. One event loop, no threads.
+
+Invariants:
+ 1. At most max_num_seqs + max_queued_requests answers are outstanding; beyond them `Overloaded` is raised at once.
+ 2. What reaches the engine fits it: token ids inside the vocabulary, prompt + max_tokens within its longest sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tournant.cluster.metrics import RequestRecord
+from tournant.deploy.errors import PromptTooLong, RequestError
+from tournant.deploy.generation import Completion, GenerationStream
+from tournant.deploy.tokenizer import Tokenizer
+from tournant.kvstore.block import key_chain
+from tournant.workers.engine_client import EngineClient
+from tournant.workers.errors import EngineDeadError, Overloaded
+from tournant.workers.messages import EngineInfo, EngineRequest, RequestOutput
+from tournant.workers.sampling_params import SamplingParams
+
+PROBE_PRIORITY = -(1 << 31)  # before every request of a client
+RESET_TIMEOUT_S = 10.0
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendOptions:
+    """What an operator chooses about a frontend.
+
+    request_timeout_s: longest life of a request; enable_prefix_caching: compute keys for prompts; recent_step_s: an
+    engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take.
+    """
+
+    request_timeout_s: float = 600.0
+    enable_prefix_caching: bool = True
+    recent_step_s: float = 10.0
+    probe_timeout_s: float = 5.0
+
+
+class Frontend:
+    """Serves one engine. All methods are called on one event loop.
+
+    on_request_end: is told about every request that was admitted, once, when it is over.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, engine: EngineClient, options: FrontendOptions | None = None,
+                 on_request_end: Callable[[RequestRecord], None] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.options = options or FrontendOptions()
+        self._on_request_end = on_request_end
+        self._namespace_digest = engine.info.namespace.digest()
+        self._outstanding = 0
+        self._probe: asyncio.Task[bool] | None = None
+
+    @property
+    def num_outstanding(self) -> int:
+        """Answers admitted and not over."""
+        return self._outstanding
+
+    def check_capacity(self, num_answers: int) -> None:
+        """Raise what `submit_many` would for this many answers, before work is spent on their prompts."""
+        info = self.engine.info
+        capacity = info.max_num_seqs + info.max_queued_requests
+        if num_answers > capacity:
+            raise RequestError(f"the request asks for {num_answers} answers at once; this server holds at most "
+                               f"{capacity}; send fewer prompts or a smaller n", "n")
+        if self._outstanding + num_answers > capacity:
+            raise Overloaded(f"{self._outstanding} answers are being generated or wait, of at most {capacity}; "
+                             "try again later")
+
+    def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str | None = None,
+               priority: int = 0, timeout_s: float | None = None, join_deltas: bool = True) -> GenerationStream:
+        """`submit_many` of one prompt."""
+        return self.submit_many([prompt_token_ids], params, cache_salt=cache_salt, priority=priority,
+                                timeout_s=timeout_s, join_deltas=join_deltas)
+
+    def submit_many(self, prompts: Sequence[list[int]], params: SamplingParams, *, cache_salt: str | None = None,
+                    priority: int = 0, timeout_s: float | None = None, join_deltas: bool = True) -> GenerationStream:
+        """Hand prompts to the engine and return the stream of their len(prompts) x params.n answers.
+
+        cache_salt: requests share cached blocks only with requests of the same salt; priority: lower runs earlier;
+        timeout_s: None = the operator's limit, which also bounds it; join_deltas: join what waits for a slow reader.
+        max_tokens None or beyond the room a prompt leaves is clamped to that room (`GenerationStream.max_tokens`).
+
+        Raises RequestError (PromptTooLong among them) for what can never be served, Overloaded when it cannot be now,
+        EngineDeadError without an engine. All prompts are accepted or none.
+        """
+        engine, info = self.engine, self.engine.info
+        self._check_params(params, info)
+        limits = [self._room(token_ids, params, info) for token_ids in prompts]
+        self.check_capacity(len(prompts) * params.n)
+        if params.seed is None and not params.greedy:
+            params = replace(params, seed=secrets.randbits(63))  # known here, so that another engine can resume it
+        try:
+            digest = self._namespace_digest if cache_salt is None else info.namespace.digest(cache_salt)
+        except ValueError as error:
+            raise RequestError(str(error), "cache_salt") from error
+        requests = [
+            (self._engine_request(token_ids, params, limit, digest, cache_salt, priority), limit)
+            for token_ids, limit in zip(prompts, limits, strict=True)
+        ]
+        stream = GenerationStream(engine, self.tokenizer, params, requests, self._release, join_deltas)
+        self._outstanding += len(stream.answers)
+        try:
+            for number, (request, _) in enumerate(requests):
+                engine.submit(request, stream.sink(number))
+        except EngineDeadError:
+            stream.cancel()
+            raise
+        limit_s = self.options.request_timeout_s
+        stream.start_timer(limit_s if timeout_s is None else min(timeout_s, limit_s))
+        return stream
+
+    async def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: raw text, chat messages, or ids as they are. Raises RequestError."""
+        try:
+            if isinstance(prompt, str):
+                return await self.tokenizer.encode_async(prompt)
+            messages = [part for part in prompt if isinstance(part, Mapping)]
+            if messages:
+                return await self.tokenizer.apply_chat_async(messages)
+        except ValueError as error:
+            raise RequestError(str(error), "prompt") from error
+        return [part for part in prompt if isinstance(part, int)]
+
+    async def stream(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None, priority: int = 0,
+                     timeout_s: float | None = None) -> GenerationStream:
+        """Start a request from Python and return its stream; errors as `submit_many`."""
+        token_ids = await self.encode_prompt(prompt)
+        return self.submit(token_ids, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None,
+                       priority: int = 0, timeout_s: float | None = None) -> Completion:
+        """Whole answers of one prompt; errors as `submit_many` and GenerationFailed. Cancelling it stops the engine."""
+        stream = await self.stream(prompt, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
+        return await stream.collect()
+
+    async def healthy(self) -> bool:
+        """Whether the engine can generate: it made a step recently, or does so now. Concurrent calls share a probe."""
+        engine = self.engine
+        if not engine.alive:
+            return False
+        if engine.last_step_time and time.monotonic() - engine.last_step_time <= self.options.recent_step_s:
+            return True
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.get_running_loop().create_task(self._run_probe())
+        return await asyncio.shield(self._probe)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all reusable blocks. True only if the engine did so, within RESET_TIMEOUT_S."""
+        if not self.engine.alive:
+            return False
+        try:
+            return await asyncio.wait_for(self.engine.reset_prefix_cache(), RESET_TIMEOUT_S)
+        except (TimeoutError, EngineDeadError):
+            return False
+
+    def _check_params(self, params: SamplingParams, info: EngineInfo) -> None:
+        for name, ids in (("logit_bias", [token for token, _ in params.logit_bias]),
+                          ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if not 0 <= token_id < info.vocab_size:
+                    raise RequestError(f"{name} names token {token_id}; this model's token ids are 0 to "
+                                       f"{info.vocab_size - 1}", name)
+
+    def _room(self, token_ids: list[int], params: SamplingParams, info: EngineInfo) -> int:
+        """Tokens that an answer to this prompt may have; checks the prompt."""
+        if not token_ids:
+            raise RequestError("the prompt has no tokens; it must have at least one", "prompt")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < info.vocab_size:
+                raise RequestError(f"the prompt has token {token_id}; this model's token ids are 0 to "
+                                   f"{info.vocab_size - 1}", "prompt")
+        limit = info.max_sequence_tokens
+        room = limit - len(token_ids)
+        if room < 1:
+            limited_by = ("the model's context, max_model_len" if limit == info.max_model_len
+                          else "the KV cache, kv_cache_bytes")
+            raise PromptTooLong(len(token_ids), limit, limited_by)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _engine_request(self, token_ids: list[int], params: SamplingParams, limit: int, digest: bytes,
+                        cache_salt: str | None, priority: int) -> EngineRequest:
+        """The request as the engine sees it: without stop strings, and with one token where none but log-probabilities
+        of the prompt were asked for."""
+        max_tokens = max(limit, 1)
+        engine_params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), stop=())
+        keys: list[bytes] = []
+        if self.options.enable_prefix_caching:
+            keys = key_chain(digest, token_ids, self.engine.info.block_tokens)
+        return EngineRequest(self.engine.new_request_id(), token_ids, engine_params, keys, digest, cache_salt, priority)
+
+    def _release(self, stream: GenerationStream) -> None:
+        self._outstanding -= len(stream.answers)
+        if self._on_request_end is not None:
+            self._on_request_end(stream.record())
+
+    async def _run_probe(self) -> bool:
+        """Generate one token from a prompt of one token."""
+        engine = self.engine
+        reasons: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def sink(output: RequestOutput) -> None:
+            if output.finish_reason is not None and not reasons.done():
+                reasons.set_result(output.finish_reason)
+
+        token_id = next(iter(engine.info.eos_token_ids), 0)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = EngineRequest(engine.new_request_id(), [token_id], params, [], self._namespace_digest,
+                                priority=PROBE_PRIORITY)
+        try:
+            engine.submit(request, sink)
+            return await asyncio.wait_for(reasons, self.options.probe_timeout_s) in ("length", "stop")
+        except (TimeoutError, EngineDeadError):
+            return False
+        finally:
+            engine.abort([request.request_id])

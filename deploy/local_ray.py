@@ -1,0 +1,141 @@
+"""A private Ray on this machine with the service on it: `local_ray`, and the process behind `tournant serve`.
+
+Owns how such a Ray is started and ended: loopback only, no dashboard, a temporary folder of its own, never joined to a
+cluster that happens to run. `python -m tournant.deploy.local_ray FD FOLDER` is the process; cli.py starts it, with the
+environment that Ray reads. It takes a ServeFile as one line of JSON on its standard input, which then stays open for as
+long as its parent lives, and reports on descriptor FD, one JSON object a line: {"step": text}, {"ready": facts} or
+{"failed": message, "code": exit code}.
+
+Invariants:
+ 1. When standard input ends, the parent is gone: all descendants and the folder go, then this process.
+ 2. SIGTERM drains: running requests may end, for as long as Serve's graceful_shutdown_timeout_s says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from tournant.deploy.app import make_app
+from tournant.deploy.config import ServeFile
+from tournant.deploy.supervisor import become_subreaper, end_descendants
+from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.model_files import resolve_model
+
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's least is 75 MiB
+DESCRIBE_TIMEOUT_S = 60.0
+QUIET = {"log_level": "WARNING", "enable_access_log": False}  # Serve's own logs; ours come from the replica
+_OUR_ERROR = re.compile(r"tournant\.workers\.errors\.(?:ConfigError|ModelFormatError): (.+)")
+
+
+@contextmanager
+def local_ray(folder: Path, num_cpus: int) -> Iterator[None]:
+    """Ray for this process alone, with everything it writes below `folder`. num_cpus: how many it hands out.
+
+    To be used on the main thread: its processes end with the thread that started them, or with the context.
+    """
+    ray.init(
+        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING, log_to_driver=True, _temp_dir=str(folder), _plasma_directory=str(folder),
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown(wait_for_processes=True)
+
+
+def deploy(plan: ServeFile) -> dict[str, Any]:
+    """Start Serve and the service on the Ray of this process, wait until it is ready, and return its facts.
+
+    Raises ConfigError or ModelFormatError in the words of the replica that met it, RuntimeError for other failures.
+    """
+    config = plan.config
+    http = {**plan.http_options, "host": config.host, "port": config.port}
+    serve.start(http_options=http, logging_config=QUIET)
+    app = make_app(config, {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options})
+    try:
+        handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
+    except RuntimeError as error:
+        known = _OUR_ERROR.search(str(error))
+        if known is None:
+            raise
+        raise ConfigError(known[1].strip()) from None
+    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=DESCRIBE_TIMEOUT_S)
+    return facts
+
+
+class ServeProcess:
+    """The process behind `tournant serve`."""
+
+    def __init__(self, report_to: int, folder: Path) -> None:
+        self._reports = os.fdopen(report_to, "w", buffering=1)
+        self._folder = folder
+        self._stop = threading.Event()
+
+    def run(self) -> int:
+        """Serve until SIGTERM; returns the exit code."""
+        plan = ServeFile.model_validate_json(sys.stdin.readline())
+        threading.Thread(target=self._end_with_parent, daemon=True, name="parent").start()
+        os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
+        try:
+            self._serve(plan)
+        except (ConfigError, ModelFormatError) as error:
+            self._report(failed=str(error), code=2)
+            return 2
+        except Exception as error:  # whatever went wrong, the parent has to hear of it
+            logging.getLogger(__name__).exception("the service could not be started")
+            self._report(failed=f"{type(error).__name__}: {_last_line(str(error))}", code=1)
+            return 1
+        return 0
+
+    def _serve(self, plan: ServeFile) -> None:
+        config = plan.config
+        self._report(step="preparing the model")
+        resolve_model(config.model, config.weights_dtype, config.cache_path,
+                      progress=lambda line: self._report(step=line))
+        self._report(step="starting Ray")
+        with local_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1)):
+            signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own
+            self._report(step="loading the model into the engine")
+            self._report(ready=deploy(plan))
+            self._stop.wait()
+            serve.delete(plan.name)
+
+    def _report(self, **message: Any) -> None:
+        self._reports.write(json.dumps(message) + "\n")
+
+    def _end_with_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 4096):  # not through a buffer, whose lock would hold up the exit
+            pass
+        end_descendants()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def main() -> None:
+    """Entry point; see the head of this module."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    become_subreaper()
+    raise SystemExit(ServeProcess(int(sys.argv[1]), Path(sys.argv[2])).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The engine in its own process: start, step messages, failures, and that it never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.workers.harness import files_of
+from tournant.workers.config import EngineConfig
+from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
+from tournant.workers.messages import EngineRequest, RequestOutput
+from tournant.workers.model_files import ModelFiles
+from tournant.workers.sampling_params import SamplingParams
+
+CONFIG = EngineConfig(dtype="float32", deterministic=True, kv_cache_bytes=64 * 16 * 2048)
+
+
+@asynccontextmanager
+async def started(folder: Path, config: EngineConfig = CONFIG) -> AsyncIterator[ProcessEngineClient]:
+    client = await ProcessEngineClient.start(config, files_of(folder), timeout_s=60)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Answer:
+    """Collects the outputs of one request; `done` is set when all its answers ended."""
+
+    def __init__(self, client: ProcessEngineClient, prompt: list[int], **params: object) -> None:
+        fields = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8} | params
+        self.params = SamplingParams(**fields)  # type: ignore[arg-type]
+        self.request_id = client.new_request_id()
+        self.outputs: list[RequestOutput] = []
+        self.first, self.done = asyncio.Event(), asyncio.Event()
+        client.submit(EngineRequest(self.request_id, prompt, self.params), self._take)
+
+    def _take(self, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        self.first.set()
+        if sum(o.finish_reason is not None for o in self.outputs) == self.params.n:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 90))  # type: ignore[arg-type]
+
+
+def test_a_life(tiny_model: Path) -> None:
+    """Ready, answers, cache hit, reset, abort, a request that cannot run, close: one process for all of it."""
+
+    async def scenario() -> None:
+        async with started(tiny_model) as client:
+            info = client.info
+            assert (info.pid, info.pool_tokens, info.max_sequence_tokens) == (client.process.pid, 1024, 1024)
+            assert info.namespace.weights_id == files_of(tiny_model).weights_id
+            first = Answer(client, list(range(40)), n=2)
+            await first.done.wait()
+            second = Answer(client, list(range(40)))
+            await second.done.wait()
+            assert second.tokens == [t for o in first.outputs if o.index == 0 for t in o.token_ids]
+            assert [first.outputs[0].cached_tokens, second.outputs[0].cached_tokens] == [0, 32]
+            assert client.stats.generation_tokens == 24
+            assert await client.reset_prefix_cache()
+            third = Answer(client, list(range(40)))
+            await third.done.wait()
+            assert third.outputs[0].cached_tokens == 0
+
+            long = Answer(client, [1, 2, 3], max_tokens=1000)
+            await long.first.wait()
+            assert not await client.reset_prefix_cache()
+            client.abort([long.request_id, 12345])
+            assert await client.validate() == ""
+            assert await client.reset_prefix_cache(), "an aborted request still held blocks"
+            seen = len(long.outputs)
+
+            refused = Answer(client, [1] * 1024)
+            await refused.done.wait()
+            assert refused.outputs[0].finish_reason == "error"
+            assert "at most 1023" in (refused.outputs[0].error or "")
+            assert len(long.outputs) == seen
+        assert client.process.poll() is not None
+        assert not client.alive
+        with pytest.raises(EngineDeadError):
+            Answer(client, [1])
+
+    run(scenario)
+
+
+def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with started(tiny_model) as client:
+            answers = [Answer(client, [number], n=2, max_tokens=900) for number in range(4)]
+            await answers[-1].first.wait()
+            os.kill(client.info.pid, signal.SIGKILL)
+            for answer in answers:
+                await answer.done.wait()
+                assert {(o.index, o.finish_reason) for o in answer.outputs if o.finish_reason} == {(0, "error"), (1, "error")}
+            assert not client.alive
+            with pytest.raises(EngineDeadError):
+                await client.reset_prefix_cache()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (EngineConfig(max_model_len=4096), ConfigError, "max_model_len is 4096; this model has 2048"),
+        (EngineConfig(kv_cache_bytes=2000), ConfigError, "holds no block"),
+        (EngineConfig(device="cuda"), ConfigError, "CPU"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_reported(tiny_model: Path, config: EngineConfig, error: type, words: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(error, match=words):
+            await ProcessEngineClient.start(config, files_of(tiny_model))
+
+    run(scenario)
+
+
+def test_a_broken_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
+
+    async def scenario() -> None:
+        with pytest.raises(ModelFormatError, match=r"model\.embed_tokens\.weight"):
+            await ProcessEngineClient.start(EngineConfig(), ModelFiles(tmp_path, "x", b"w" * 32))
+
+    run(scenario)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from tournant.workers.config import EngineConfig
+from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.model_files import ModelFiles
+
+async def main():
+    config = EngineConfig(dtype="float32", kv_cache_bytes=1 << 22)
+    client = await ProcessEngineClient.start(config, ModelFiles(Path(sys.argv[1]), "m", b"w" * 32))
+    print(client.info.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_with_its_parent(tiny_model: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-P", "-c", PARENT, str(tiny_model)], stdout=subprocess.PIPE)
+    if parent.stdout is None:
+        raise OSError("no pipe")
+    engine = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    ready, _, _ = select.select([engine], [], [], 10)
+    os.close(engine)
+    assert ready, "the engine outlived its parent by 10 s"
