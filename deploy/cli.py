@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,8 @@ from tournant.deploy.supervisor import RunFolder, become_subreaper, check_port, 
 from tournant.workers.config import DEVICES, DTYPES
 from tournant.workers.errors import ConfigError
 
+EARLY_LOG_LINES = 200
+LOG_JOIN_S = 2.0
 DRAIN_S = 15.0  # after SIGTERM: the replica's graceful shutdown and Serve's own ends
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray runs whatever it is sent: only holders of a secret of this run may send
@@ -158,7 +161,9 @@ class ServiceRun:
         self._began = self._step_began = time.monotonic()
         self._step = ""
         self._ready = False
-        self._code = 1
+        self._failure: tuple[str, int] | None = None  # reason, exit code
+        self._early_log: deque[str] = deque(maxlen=EARLY_LOG_LINES)  # of use only when the start fails
+        self._log_reader: threading.Thread | None = None
 
     def run(self) -> int:
         """Run until the service ends or a signal comes; returns the exit code. Nothing is left behind."""
@@ -171,9 +176,9 @@ class ServiceRun:
                 process, reports = self._start(folder)
                 self._follow(process, reports)
         except KeyboardInterrupt:
-            self._code = 0
+            self._failure = None
         except _Terminated:
-            self._code = 0
+            self._failure = None
             self._drain(process)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -181,9 +186,21 @@ class ServiceRun:
             left = end_descendants()
             folder.remove()
         if left:
-            self._console.print(f"these processes could not be ended: {left}")
-            self._code = 1
-        return self._code
+            self._failure = (f"these processes could not be ended: {left}", 1)
+        return self._tell_failure()
+
+    def _tell_failure(self) -> int:
+        if self._failure is None:
+            return 0
+        reason, code = self._failure
+        if self._log_reader is not None:
+            self._log_reader.join(LOG_JOIN_S)
+        if code == 1 and not self._ready:
+            for line in self._early_log:
+                self._print_log(line)
+        for line in reason.splitlines():
+            typer.echo(f"error: {line}", err=True)
+        return code
 
     def _start(self, folder: RunFolder) -> tuple[subprocess.Popen[str], IO[str]]:
         ours, theirs = os.pipe()
@@ -195,25 +212,24 @@ class ServiceRun:
         os.close(theirs)
         if process.stdin is None or process.stdout is None:
             raise OSError("the pipes to the service are missing")
-        threading.Thread(target=self._show_log, args=(process.stdout,), daemon=True, name="log").start()
+        self._log_reader = threading.Thread(target=self._read_log, args=(process.stdout,), daemon=True, name="log")
+        self._log_reader.start()
         process.stdin.write(self._plan.model_dump_json() + "\n")
         process.stdin.flush()
         return process, os.fdopen(ours)
 
-    def _show_log(self, lines: IO[str]) -> None:
-        """Pass on what the service prints. Until it is ready, keep the last of it: of use only if the start fails."""
+    def _read_log(self, lines: IO[str]) -> None:
         for line in lines:
-            if self._early is None:
+            if self._ready:
                 self._print_log(line)
             else:
-                self._early.append(line)
+                self._early_log.append(line)
 
     def _print_log(self, line: str) -> None:
         self._console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
 
     def _follow(self, process: subprocess.Popen[str], reports: IO[str]) -> None:
         """Show reports until the process ends."""
-        failed = False
         for line in reports:
             match json.loads(line):
                 case {"step": text}:
@@ -224,12 +240,9 @@ class ServiceRun:
                     self._ready = True
                     self._show_ready(facts)
                 case {"failed": reason, "code": code}:
-                    failed, self._code = True, code
-                    self._status.stop()
-                    for part in reason.splitlines():
-                        typer.echo(f"error: {part}", err=True)
-        if not failed:
-            typer.echo(f"error: the service ended by itself, with exit code {process.wait()}", err=True)
+                    self._failure = (reason, code)
+        if self._failure is None:
+            self._failure = (f"the service ended by itself, with exit code {process.wait()}", 1)
 
     def _show_step(self, text: str) -> None:
         now = time.monotonic()

@@ -68,7 +68,7 @@ class Namespace:
 _KEY_PREFIX = _framed(_BYTES, FORMAT_TAG) + _BYTES + _LENGTH.pack(KEY_BYTES)
 
 
-def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32], inputs: bytes = b"") -> bytes:
+def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int64], inputs: bytes = b"") -> bytes:
     """Key of one full block: SHA-256 of (format, parent key or namespace digest, token ids as u32, non-text digests).
 
     `inputs` is the concatenated digests (with shapes) of non-text inputs inside the block; empty for text.

@@ -1,7 +1,7 @@
 """The device's blocks: which are free, who refers to them, which content they hold.
 
 Owns physical block ids, reference counts and the local prefix map (key -> block). Moves no bytes: a copy that a write
-needs is returned to the caller as (source, destination). Device blocks belong to this replica alone (STORE.md section 3).
+needs is returned to the caller as (source, destination). Device blocks belong to this replica alone (STORE.md, 3).
 
 Invariants (checked by `validate`):
  1. A block is free (no references) or referenced, never both; free + referenced = total.

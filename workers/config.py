@@ -57,7 +57,9 @@ class EngineConfig:
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
+            ):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
         if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")

@@ -36,8 +36,16 @@ class Engine:
     """A scheduler and a runner. `num_blocks`: size of the device pool; limits are checked against it and the model."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, *, num_blocks: int, block_tokens: int, max_model_len: int,
-        vocab_size: int, eos_token_ids: tuple[int, ...], namespace: Namespace,
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        namespace: Namespace,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -85,8 +93,14 @@ class Engine:
         for index in range(request.params.n):
             self._arrivals += 1
             sequence = Sequence(
-                request, index, self._arrivals, len(request.token_ids) + wanted, seed, request.namespace_digest,
-                time.monotonic(), fork_of=sequences[0] if sequences else None,
+                request,
+                index,
+                self._arrivals,
+                len(request.token_ids) + wanted,
+                seed,
+                request.namespace_digest,
+                time.monotonic(),
+                fork_of=sequences[0] if sequences else None,
             )
             self.scheduler.add(sequence)
             sequences.append(sequence)
@@ -101,11 +115,12 @@ class Engine:
     def fail_all(self, error: str) -> list[RequestOutput]:
         """End everything with "error" after a failed step; batches in flight are given up."""
         self._in_flight.clear()
-        outputs: list[RequestOutput] = []
-        for request_id, sequences in list(self._sequences.items()):
-            for sequence in sequences:
-                if sequence.finish_reason is None:
-                    outputs.append(RequestOutput(request_id, sequence.index, [], "error", error=error))
+        outputs = [
+            RequestOutput(request_id, sequence.index, [], "error", error=error)
+            for request_id, sequences in self._sequences.items()
+            for sequence in sequences
+            if sequence.finish_reason is None
+        ]
         self._sequences.clear()
         self.scheduler.give_up(error)
         return outputs

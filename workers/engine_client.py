@@ -4,7 +4,7 @@
 One message per engine step comes back; outputs of each request go to the sink given at submit, on the event loop.
 
 Guarantees:
- 1. Every submitted request gets exactly one output per answer with a finish_reason, also when the engine dies ("error").
+ 1. Every submitted request gets exactly one output with a finish_reason per answer, "error" when the engine dies.
  2. Step messages of another writer id are dropped.
  3. The engine process ends with its parent.
 """

@@ -151,8 +151,13 @@ def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tup
     runner = ModelRunner(config, files)
     decoder, layout = runner.decoder_config, runner.layout
     engine = Engine(
-        config, runner, num_blocks=runner.cache.num_blocks, block_tokens=layout.block_tokens,
-        max_model_len=runner.max_model_len, vocab_size=decoder.vocab_size, eos_token_ids=decoder.eos_token_ids,
+        config,
+        runner,
+        num_blocks=runner.cache.num_blocks,
+        block_tokens=layout.block_tokens,
+        max_model_len=runner.max_model_len,
+        vocab_size=decoder.vocab_size,
+        eos_token_ids=decoder.eos_token_ids,
         namespace=runner.namespace,
     )
     info = EngineInfo(

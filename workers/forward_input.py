@@ -69,8 +69,11 @@ class InputBuilder:
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         query_start[1:] = ends
         plan = ops.plan_attention(
-            torch.from_numpy(tables), torch.from_numpy(query_start), torch.from_numpy(context_lens.astype(np.int32)),
-            self._layout, self._num_heads,
+            torch.from_numpy(tables),
+            torch.from_numpy(query_start),
+            torch.from_numpy(context_lens.astype(np.int32)),
+            self._layout,
+            self._num_heads,
         )
         padding = -num_tokens % ROW_MULTIPLE if self._pad_rows else 0
         return ForwardInput(

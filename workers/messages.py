@@ -168,8 +168,16 @@ class FrameBuffer:
 
 def request_to_wire(request: EngineRequest) -> list[Any]:
     """["submit", ...] for `pack_frame`."""
-    return ["submit", request.request_id, request.token_ids, request.params.to_wire(), request.keys,
-            request.namespace_digest, request.cache_salt, request.priority]
+    return [
+        "submit",
+        request.request_id,
+        request.token_ids,
+        request.params.to_wire(),
+        request.keys,
+        request.namespace_digest,
+        request.cache_salt,
+        request.priority,
+    ]
 
 
 def request_from_wire(message: list[Any]) -> EngineRequest:

@@ -25,7 +25,10 @@ from tournant.workers.sampler import Sampler, token_logprobs
 from tournant.workers.weights import load_checkpoint
 
 TORCH_DTYPES = {
-    "auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
 }
 CPU_BLOCK_TOKENS = 16
 LOGPROB_ROWS = 64  # rows of prompt log-probabilities computed at once: bounds memory at 64 x vocabulary floats
@@ -51,8 +54,8 @@ class ModelRunner:
         self.decoder = Decoder(self.decoder_config, checkpoint, dtype, self.max_model_len)
         if unused := checkpoint.unused():
             raise ModelFormatError(
-                f"{files.folder} holds {len(unused)} tensors that a {self.decoder_config.num_layers}-layer llama does not "
-                f"use, the first is {unused[0]!r}; config.json does not describe this checkpoint"
+                f"{files.folder} holds {len(unused)} tensors that a llama of {self.decoder_config.num_layers} layers "
+                f"does not use, the first is {unused[0]!r}; config.json does not describe this checkpoint"
             )
         self.layout = self.decoder.layout(config.block_tokens or CPU_BLOCK_TOKENS)
         self.cache = KVCache(self.layout, pool_blocks(config, self.layout), torch.device("cpu"))
@@ -65,10 +68,14 @@ class ModelRunner:
         self.namespace = Namespace(
             weights_id=files.weights_id,
             kv_form=self.layout.kv_form,
-            numerics="/".join((
-                str(dtype).removeprefix("torch."), REVISION, ops.backend(),
-                "deterministic" if config.deterministic else "fast",
-            )),
+            numerics="/".join(
+                (
+                    str(dtype).removeprefix("torch."),
+                    REVISION,
+                    ops.backend(),
+                    "deterministic" if config.deterministic else "fast",
+                )
+            ),
             layout_id=self.layout.layout_id,
         )
         if config.deterministic:
@@ -144,8 +151,13 @@ class ModelRunner:
         kv_cache = layout.allocate(count, torch.device("cpu"))
         builder = InputBuilder(layout, self.decoder_config.num_heads, count, 1, pad_rows=True)
         batch = Batch(
-            step=0, rows=list(range(count)), starts=[0] * count, counts=[1] * count, token_ids=[0] * count,
-            block_updates=[(row, 0, [row]) for row in range(count)], sampling=list(range(count)),
+            step=0,
+            rows=list(range(count)),
+            starts=[0] * count,
+            counts=[1] * count,
+            token_ids=[0] * count,
+            block_updates=[(row, 0, [row]) for row in range(count)],
+            sampling=list(range(count)),
         )
         step = builder.build(batch)
         rows = len(step.input_ids)

@@ -45,8 +45,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("n", 1, MAX_N), ("max_tokens", 0, 1 << 31), ("min_tokens", 0, 1 << 31), ("top_k", 0, 1 << 31),
-            ("seed", -(1 << 63), (1 << 64) - 1), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("n", 1, MAX_N),
+            ("max_tokens", 0, 1 << 31),
+            ("min_tokens", 0, 1 << 31),
+            ("top_k", 0, 1 << 31),
+            ("seed", -(1 << 63), (1 << 64) - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
             value = getattr(self, name)
             if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
@@ -54,8 +59,12 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
         for name, flow, fhigh in (
-            ("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0), ("repetition_penalty", 0.01, 100.0),
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.01, 100.0),
         ):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not flow <= number <= fhigh:
@@ -67,7 +76,12 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed")
         for token, bias in self.logit_bias:
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias) or abs(bias) > 100:
+            if (
+                isinstance(bias, bool)
+                or not isinstance(bias, (int, float))
+                or not math.isfinite(bias)
+                or abs(bias) > 100
+            ):
                 raise ValueError(f"logit_bias of token {token} is {bias!r}; it must be a number from -100 to 100")
         if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")

@@ -233,7 +233,14 @@ class Scheduler:
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = now
         batch.new_rows.append(
-            RowState(sequence.row, list(sequence.token_ids), sequence.num_prompt, sequence.params, sequence.seed, sequence.index)
+            RowState(
+                sequence.row,
+                list(sequence.token_ids),
+                sequence.num_prompt,
+                sequence.params,
+                sequence.seed,
+                sequence.index,
+            )
         )
         count = self._chunk(sequence, batch)
         if not self._grow(sequence, count, batch):

@@ -8,6 +8,8 @@
 #define MAX_ROWS 6   /* rows x groups accumulators of a micro-kernel fill the 32 vector registers */
 #define MAX_GROUPS 4
 #define CHUNK 64 /* keys prepared at once where one row tile uses them once */
+#define AHEAD 3        /* groups of 16 keys between a prefetch and its use */
+#define AHEAD_LEVEL 2  /* into the second-level cache: the first is busy with the scratch of a piece */
 #define TILE_ROWS 96 /* query rows (tokens x heads of one KV head) that share a prepared piece */
 #define MAX_HEAD 256
 

@@ -28,12 +28,14 @@ typedef float fp32;
 
 INLINE v16f splat(float x) { return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE v16u splat_u32(uint32_t x) { return (v16u){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-INLINE v16f max16(v16f a, v16f b) {
-    v16f r;
-    for (int i = 0; i < LANES; i++) r[i] = a[i] > b[i] ? a[i] : b[i];
-    return r;
-}
 INLINE v16f select16(v16i mask, v16f a, v16f b) { return (v16f)(((v16i)a & mask) | ((v16i)b & ~mask)); }
+INLINE v16f max16(v16f a, v16f b) { /* a > b ? a : b */
+#ifdef __AVX512F__
+    return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select16(a > b, a, b);
+#endif
+}
 
 INLINE v16f load_fp32(const fp32 *p) {
     v16f x;

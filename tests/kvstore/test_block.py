@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from tournant.kvstore.block import KEY_BYTES, MAX_SALT_BYTES, Namespace, block_key, key_chain
 
 SPACE = Namespace(
-    weights_id=b"\x11" * 32, kv_form="bf16", numerics="bfloat16/decoder-1/c/fast", layout_id=b"\x22" * 32,
-    adapter=b"\x33" * 32, tenant_salt=b"\x44" * 32,
+    weights_id=b"\x11" * 32,
+    kv_form="bf16",
+    numerics="bfloat16/decoder-1/c/fast",
+    layout_id=b"\x22" * 32,
+    adapter=b"\x33" * 32,
+    tenant_salt=b"\x44" * 32,
 )
 
 

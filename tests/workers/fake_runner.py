@@ -89,6 +89,10 @@ def make_engine(num_blocks: int, block_tokens: int = 8, max_model_len: int = 409
     return Engine(
         EngineConfig(**config),  # type: ignore[arg-type]
         FakeRunner(block_tokens),
-        num_blocks=num_blocks, block_tokens=block_tokens, max_model_len=max_model_len, vocab_size=VOCAB,
-        eos_token_ids=(), namespace=NAMESPACE,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=(),
+        namespace=NAMESPACE,
     )

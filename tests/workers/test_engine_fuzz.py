@@ -24,9 +24,12 @@ class Load:
         self.num_blocks = rng.randint(6, 40)
         self.limit = self.num_blocks * self.block_tokens
         self.engine = make_engine(
-            self.num_blocks, self.block_tokens,
-            max_num_seqs=rng.choice([1, 3, 16]), max_num_batched_tokens=rng.choice([16, 50, 512]),
-            enable_prefix_caching=rng.random() < 0.8, num_in_flight=rng.choice([1, 1, 2, 3]),
+            self.num_blocks,
+            self.block_tokens,
+            max_num_seqs=rng.choice([1, 3, 16]),
+            max_num_batched_tokens=rng.choice([16, 50, 512]),
+            enable_prefix_caching=rng.random() < 0.8,
+            num_in_flight=rng.choice([1, 1, 2, 3]),
         )
         self.prefixes = [[rng.randrange(997) for _ in range(rng.randint(1, self.limit // 2))] for _ in range(3)]
         self.requests: dict[int, EngineRequest] = {}
@@ -42,11 +45,16 @@ class Load:
             prompt += [rng.randrange(997) for _ in range(rng.randint(0, 20))]
         prompt = prompt[: self.limit - 1]
         params = SamplingParams(
-            n=rng.choice([1, 1, 1, 2, 5]), seed=rng.randrange(100), max_tokens=rng.randint(1, 40), ignore_eos=True,
+            n=rng.choice([1, 1, 1, 2, 5]),
+            seed=rng.randrange(100),
+            max_tokens=rng.randint(1, 40),
+            ignore_eos=True,
             stop_token_ids=tuple(rng.sample(range(997), 5)),
         )
         keys = key_chain(NAMESPACE.digest(None), prompt, self.block_tokens) if rng.random() < 0.5 else []
-        request = EngineRequest(number, prompt, params, keys, NAMESPACE.digest(None), priority=rng.choice([0, 0, 0, -1, 2]))
+        request = EngineRequest(
+            number, prompt, params, keys, NAMESPACE.digest(None), priority=rng.choice([0, 0, 0, -1, 2])
+        )
         self.requests[number] = request
         self.book(self.engine.add_request(request))
 
@@ -85,7 +93,9 @@ class Load:
             room = self.limit - len(request.token_ids)
             for index in range(request.params.n):
                 want = expected_tokens(
-                    request.token_ids, min(request.params.max_tokens or 0, room), (request.params.seed or 0) * 131 + index,
+                    request.token_ids,
+                    min(request.params.max_tokens or 0, room),
+                    (request.params.seed or 0) * 131 + index,
                     frozenset(request.params.stop_token_ids),
                 )
                 got = self.answers[number, index]
@@ -129,7 +139,8 @@ def test_a_failed_step_answers_its_requests_and_leaves_a_usable_engine() -> None
         engine.step()
     outputs = engine.fail_all("it broke")
     assert [(o.request_id, o.index, o.finish_reason, o.error) for o in outputs] == [
-        (1, 0, "error", "it broke"), (1, 1, "error", "it broke"),
+        (1, 0, "error", "it broke"),
+        (1, 1, "error", "it broke"),
     ]
     engine.validate()
     assert engine.stats().kv_used == 0

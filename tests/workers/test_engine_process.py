@@ -109,7 +109,10 @@ def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> N
             os.kill(client.info.pid, signal.SIGKILL)
             for answer in answers:
                 await answer.done.wait()
-                assert {(o.index, o.finish_reason) for o in answer.outputs if o.finish_reason} == {(0, "error"), (1, "error")}
+                assert {(o.index, o.finish_reason) for o in answer.outputs if o.finish_reason} == {
+                    (0, "error"),
+                    (1, "error"),
+                }
             assert not client.alive
             with pytest.raises(EngineDeadError):
                 await client.reset_prefix_cache()
@@ -125,7 +128,9 @@ def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> N
         (EngineConfig(device="cuda"), ConfigError, "CPU"),
     ],
 )
-def test_a_config_that_does_not_fit_is_reported(tiny_model: Path, config: EngineConfig, error: type, words: str) -> None:
+def test_a_config_that_does_not_fit_is_reported(
+    tiny_model: Path, config: EngineConfig, error: type, words: str
+) -> None:
     async def scenario() -> None:
         with pytest.raises(error, match=words):
             await ProcessEngineClient.start(config, files_of(tiny_model))

@@ -33,9 +33,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("chunk", [16, 64, 1024])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_tokens_equal_transformers(
-    model: Path, expected: list[list[int]], chunk: int, deterministic: bool
-) -> None:
+def test_tokens_equal_transformers(model: Path, expected: list[list[int]], chunk: int, deterministic: bool) -> None:
     """Alone and in a batch of 16, cold and from the prefix cache."""
     prompts = prompts_of(LENGTHS)
     engine = make_engine(model, num_blocks=200, max_num_batched_tokens=chunk, deterministic=deterministic)

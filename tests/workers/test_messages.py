@@ -33,7 +33,9 @@ def through_the_wire(message: list) -> list:
 
 
 def test_requests_survive() -> None:
-    params = SamplingParams(n=2, stop=("a", "ü"), stop_token_ids=(1,), logit_bias=((3, -1.5),), seed=1 << 63, logprobs=0)
+    params = SamplingParams(
+        n=2, stop=("a", "ü"), stop_token_ids=(1,), logit_bias=((3, -1.5),), seed=1 << 63, logprobs=0
+    )
     request = EngineRequest(7, [1, 2, 3], params, [b"k" * 32], b"d" * 32, "salt", -3)
     assert request_from_wire(through_the_wire(request_to_wire(request))) == request
     plain = EngineRequest(8, [1], SamplingParams())
@@ -68,7 +70,8 @@ def test_frames_come_out_whole_however_they_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [msgpack.packb(5), msgpack.packb([]), msgpack.packb([1]), b"\xc1", msgpack.packb({"a": 1}), b"\x91" * 2000],
+    "body",
+    [msgpack.packb(5), msgpack.packb([]), msgpack.packb([1]), b"\xc1", msgpack.packb({"a": 1}), b"\x91" * 2000],
 )
 def test_rubbish_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - msgpack's own errors are ValueErrors of many texts

@@ -17,8 +17,14 @@ VOCAB = 50
 
 
 def choose(
-    logits: torch.Tensor, *, position: int = 5, tokens: tuple[int, ...] = (1, 2, 3), num_prompt: int = 2, index: int = 0,
-    eos: tuple[int, ...] = (), **params: object,
+    logits: torch.Tensor,
+    *,
+    position: int = 5,
+    tokens: tuple[int, ...] = (1, 2, 3),
+    num_prompt: int = 2,
+    index: int = 0,
+    eos: tuple[int, ...] = (),
+    **params: object,
 ) -> int:
     sampler = Sampler(len(logits), 4, eos)
     fields = SamplingParams(**({"seed": 1} | params))  # type: ignore[arg-type]
@@ -38,7 +44,9 @@ def logits() -> torch.Tensor:
 
 def test_uniform_is_reproducible_spread_out_and_separate_per_stream() -> None:
     values = [uniform(seed, index, position) for seed in range(10) for index in range(10) for position in range(10)]
-    assert values == [uniform(seed, index, position) for seed in range(10) for index in range(10) for position in range(10)]
+    assert values == [
+        uniform(seed, index, position) for seed in range(10) for index in range(10) for position in range(10)
+    ]
     assert len(set(values)) == 1000
     assert all(0.0 <= value < 1.0 for value in values)
     assert np.mean(values) == pytest.approx(0.5, abs=0.03)
@@ -107,7 +115,14 @@ def test_penalties_follow_tokens_as_they_are_chosen() -> None:
 
 def test_a_row_does_not_depend_on_its_mates() -> None:
     batch = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5))
-    kinds = [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 4, "logprobs": 2}, {"presence_penalty": 1.0}, {"min_p": 0.1}, {}]
+    kinds = [
+        {"temperature": 0.0},
+        {"top_p": 0.5},
+        {"top_k": 4, "logprobs": 2},
+        {"presence_penalty": 1.0},
+        {"min_p": 0.1},
+        {},
+    ]
     sampler = Sampler(VOCAB, 6, ())
     for row, kind in enumerate(kinds):
         sampler.start(RowState(row, [1, 2], 2, SamplingParams(seed=row, **kind), row, 0))  # type: ignore[arg-type]

@@ -46,7 +46,9 @@ class Decoder:
         self._embedding = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype)
         self._layers = [_load_layer(config, checkpoint, index, dtype) for index in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight", (config.hidden_size,), dtype)
-        self._head = self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
+        self._head = (
+            self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
+        )
 
     def layout(self, block_tokens: int) -> KVLayout:
         """How this model's KV lies in blocks of `block_tokens` tokens."""
@@ -64,7 +66,12 @@ class Decoder:
         return hidden
 
     def layer(
-        self, index: int, hidden: torch.Tensor, residual: torch.Tensor, step: ForwardInput, kv_cache: torch.Tensor,
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        step: ForwardInput,
+        kv_cache: torch.Tensor,
         cache_layer: int,
     ) -> torch.Tensor:
         """One layer and the norm after it: normed `hidden` in, next layer's normed input out, `residual` updated."""
@@ -94,8 +101,11 @@ def _load_layer(config: DecoderConfig, checkpoint: Checkpoint, index: int, dtype
         return checkpoint.take(f"{prefix}{name}.weight", shape, dtype)
 
     kv_rows = config.num_kv_heads * size
-    qkv = [take("self_attn.q_proj", config.num_heads * size, hidden), take("self_attn.k_proj", kv_rows, hidden),
-           take("self_attn.v_proj", kv_rows, hidden)]
+    qkv = [
+        take("self_attn.q_proj", config.num_heads * size, hidden),
+        take("self_attn.k_proj", kv_rows, hidden),
+        take("self_attn.v_proj", kv_rows, hidden),
+    ]
     gate_up = [take("mlp.gate_proj", inter, hidden), take("mlp.up_proj", inter, hidden)]
     return LayerWeights(
         qkv=torch.cat(qkv),
