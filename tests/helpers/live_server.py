@@ -96,24 +96,25 @@ class LiveServer:
 
     def stop(self) -> None:
         """End the server and its engine."""
-        self._server.should_exit = True
-        self._thread.join(30)
         self.http.close()
         self.client.close()
+        self._server.should_exit = True
+        self._thread.join(30)
 
 
 @contextmanager
 def live_server(
     model: Path, name: str = "m", engine: dict[str, Any] | None = None, **fields: Any
 ) -> Iterator[LiveServer]:
-    """A server on a model folder: fp32, deterministic, one thread and the SMALL pool of M unless `engine` says otherwise."""
+    """A server on a model folder: fp32, deterministic, one thread, the SMALL pool of M unless `engine` says otherwise."""
     defaults = {
         "device": "cpu",
         "dtype": "float32",
         "deterministic": True,
         "kv_cache_bytes": SMALL_BLOCKS * 16 * M_TOKEN_BYTES,
     }
-    settings = {"model": str(model), "engine": defaults | (engine or {}), "advanced": {"num_threads": 1}, **fields}
+    settings: dict[str, Any] = {"engine": defaults | (engine or {}), "advanced": {"num_threads": 1}, **fields}
+    settings["model"] = None if model is None else str(model)
     server = LiveServer(parse_config(settings), name)
     try:
         yield server
