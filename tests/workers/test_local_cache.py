@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,24 @@ def test_a_change_of_equal_size_and_time_is_noticed(tmp_path: Path) -> None:
         file.write(b"two")
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert file_digests([path], tmp_path / "cache") != before
+
+
+def test_files_are_hashed_once_a_later_write_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose ctime is younger than the grain of file times is left to age before it is read."""
+    path = tmp_path / "file"
+    digest = local_cache.hashlib.file_digest
+    ages: list[int] = []
+
+    def digest_and_note(*arguments: Any) -> Any:
+        ages.append(time.time_ns() - path.stat().st_ctime_ns)
+        return digest(*arguments)
+
+    monkeypatch.setattr(local_cache.hashlib, "file_digest", digest_and_note)
+    for number in range(5):
+        path.write_bytes(b"%d" % number)
+        file_digests([path], tmp_path / "cache")
+    assert len(ages) == 5
+    assert min(ages) >= local_cache.TICK_NS
 
 
 @pytest.mark.parametrize(

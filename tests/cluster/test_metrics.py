@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tournant.cluster.metrics import SPECS, MetricKind, MetricsRegistry, PrometheusBackend, RequestRecord
+from tournant.cluster.ray_metrics import RayBackend
+from tournant.workers.messages import EngineStats
+
+RECORD = RequestRecord(("stop", "length"), 10, 5, e2e_s=2.0, ttft_s=0.5, tpot_s=0.375, queue_s=0.1, decode_s=1.5)
+
+
+@pytest.fixture
+def backend() -> PrometheusBackend:
+    return PrometheusBackend()
+
+
+@pytest.fixture
+def registry(backend: PrometheusBackend) -> MetricsRegistry:
+    return MetricsRegistry("m", backend)
+
+
+def values(backend: PrometheusBackend) -> dict[str, float]:
+    """Value of each series; labels besides the model's stay in the name."""
+    series = {}
+    for line in backend.render().decode().splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            assert 'model_name="m"' in name
+            series[re.sub(r'\{,|,\}|\{\}|,?model_name="m",?', "", name).replace("{}", "")] = float(value)
+    return series
+
+
+def test_names_are_ones_that_every_back_end_takes() -> None:
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+    for spec in SPECS:
+        assert re.fullmatch(r"(vllm|tournant)_[a-z0-9_]+", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind is MetricKind.COUNTER)
+        assert (spec.buckets != ()) == (spec.kind is MetricKind.HISTOGRAM)
+
+
+def test_prometheus_shows_the_names_as_they_are(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    registry.record_engine(EngineStats(), True, 0)
+    registry.record_request(RECORD)
+    registry.record_http("/health", 200)
+    shown = {name.split("{")[0] for name in values(backend)}
+    for spec in SPECS:
+        assert spec.name + ("_count" if spec.kind is MetricKind.HISTOGRAM else "") in shown
+
+
+def test_series_without_labels_begin_at_zero(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    assert values(backend)["vllm_prompt_tokens_total"] == 0
+
+
+def test_engine_counters_are_added_up_over_restarts(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    for steps, tokens in ((10, 100), (10, 100), (15, 130), (2, 7)):  # the last is a new engine
+        registry.record_engine(EngineStats(num_steps=steps, generation_tokens=tokens), True, 0)
+    assert values(backend)["vllm_generation_tokens_total"] == 137
+    assert values(backend)["tournant_engine_steps_total"] == 17
+
+
+def test_gauges_are_the_latest_values(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    registry.record_engine(EngineStats(num_running=3, num_waiting=2, kv_used=1, kv_cached=5, kv_total=4), True, 7)
+    shown = values(backend)
+    assert (shown["vllm_num_requests_running"], shown["vllm_num_requests_waiting"]) == (3, 2)
+    assert shown["vllm_kv_cache_usage_perc"] == 0.25
+    assert shown['tournant_kv_blocks{state="cached"}'] == 5
+    assert (shown["tournant_engine_up"], shown["tournant_answers_outstanding"]) == (1, 7)
+    registry.record_engine(EngineStats(), False, 0)
+    assert values(backend)["tournant_engine_up"] == values(backend)["vllm_kv_cache_usage_perc"] == 0
+
+
+def test_a_request_is_counted_by_answer_and_timed_once(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    registry.record_request(RECORD)
+    shown = values(backend)
+    assert shown['vllm_request_success_total{finished_reason="stop"}'] == 1
+    assert shown['vllm_request_success_total{finished_reason="length"}'] == 1
+    assert shown["vllm_e2e_request_latency_seconds_sum"] == 2.0
+    assert shown["vllm_request_generation_tokens_sum"] == 5
+    assert shown["vllm_request_prefill_time_seconds_count"] == 0  # not measured
+
+
+def test_rays_back_end_takes_every_metric(recwarn: pytest.WarningsRecorder) -> None:
+    registry = MetricsRegistry("m", RayBackend())
+    registry.record_engine(EngineStats(num_steps=1, kv_total=1), True, 0)
+    registry.record_request(RECORD)
+    registry.record_http("/health", 200)
+    assert [str(warning.message) for warning in recwarn if "etric" in str(warning.message)] == []

@@ -1,0 +1,45 @@
+"""The default model in fp32: greedy tokens equal what transformers makes of the same GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.reference import reference_generate
+from tests.workers.harness import Session
+from tournant.deploy.tokenizer import Tokenizer
+from tournant.workers.config import EngineConfig
+from tournant.workers.engine_process import build_engine
+from tournant.workers.model_files import ModelFiles, default_model_path, resolve_model
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "In the beginning of the twentieth century, physics was changed by two discoveries: ",
+    "Ingredients for four people: 500 g of flour, 2 eggs, a pinch of salt. Mix the flour with",
+    "<|im_start|>user\nWrite a short letter to a friend who moved to another city.<|im_end|>\n<|im_start|>assistant\n",
+)
+NUM_NEW = 32
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    return resolve_model(None, "float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(files: ModelFiles) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(files.folder)
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def test_greedy_tokens_equal_transformers(files: ModelFiles, prompts: list[list[int]]) -> None:
+    """Cold, then all together from the prefix cache."""
+    config = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 26, deterministic=True)
+    session = Session(build_engine(config, files, writer_id=1)[0])
+    cold = [session.ask([prompt], max_tokens=NUM_NEW)[0] for prompt in prompts]
+    path: Path = default_model_path()
+    assert cold == reference_generate(path, prompts, NUM_NEW)
+    assert session.ask(prompts, max_tokens=NUM_NEW) == cold
+    assert session.engine.stats().prefix_hit_tokens > 0
