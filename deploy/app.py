@@ -92,10 +92,11 @@ class Replica:
             raise EngineDeadError("the engine cannot generate")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts about this replica: model, device, dtype, max_model_len, pool_tokens, max_sequence_tokens."""
+        """Facts: model, device, dtype, engine_pid, and the tokens of context, pool and longest sequence."""
         info = self.frontend.engine.info
-        return {"model": self._name, "device": info.device, "dtype": info.dtype, "max_model_len": info.max_model_len,
-                "pool_tokens": info.pool_tokens, "max_sequence_tokens": info.max_sequence_tokens}
+        return {"model": self._name, "device": info.device, "dtype": info.dtype, "engine_pid": info.pid,
+                "max_model_len": info.max_model_len, "pool_tokens": info.pool_tokens,
+                "max_sequence_tokens": info.max_sequence_tokens}
 
     async def generate(self, prompt: Prompt, *, cache_salt: str | None = None, priority: int = 0,
                        timeout_s: float | None = None, **sampling: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tournant.deploy.chat import ChatError, run_chat
-from tournant.deploy.config import ServeFile, load_config_file, parse_bytes, parse_config
+from tournant.deploy.config import ServeFile, load_config_file, parse_config
 from tournant.deploy.supervisor import RunFolder, become_subreaper, check_port, end_descendants
 from tournant.workers.config import DEVICES, DTYPES
 from tournant.workers.errors import ConfigError
@@ -121,9 +121,12 @@ def serve(
     try:
         plan = make_plan(config, chosen)
         check_port(plan.config.host, plan.config.port)
+        code = ServiceRun(plan).run()
     except ConfigError as error:
         _fail(str(error), 2)
-    raise typer.Exit(ServiceRun(plan).run())
+    except OSError as error:
+        _fail(f"the service cannot be started: {error}", 1)
+    raise typer.Exit(code)
 
 
 def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
@@ -132,8 +135,6 @@ def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
     args = plan.config.to_args()
     engine = dict(args.get("engine", {}))
     for name, value in flags.items():
-        if name in ("max_body_bytes", "kv_cache_bytes"):
-            value = parse_bytes(value)
         (args if name in type(plan.config).model_fields else engine)[name] = value
     for name in ("model", "cache_dir"):  # the replica runs in another folder
         if name in args and (name == "cache_dir" or Path(args[name]).expanduser().exists()):
@@ -230,7 +231,7 @@ class ServiceRun:
         self._console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
 
     def _follow(self, process: subprocess.Popen[str], reports: IO[str]) -> None:
-        """Show reports until the process ends."""
+        """Show reports until there is a failure or the process ends."""
         for line in reports:
             match json.loads(line):
                 case {"step": text}:
@@ -242,8 +243,8 @@ class ServiceRun:
                     self._show_ready(facts)
                 case {"failed": reason, "code": code}:
                     self._failure = (reason, code)
-        if self._failure is None:
-            self._failure = (f"the service ended by itself, with exit code {process.wait()}", 1)
+                    return
+        self._failure = (f"the service ended by itself, with exit code {process.wait()}", 1)
 
     def _show_step(self, text: str) -> None:
         now = time.monotonic()

@@ -16,8 +16,9 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -47,7 +48,7 @@ SERVE_KEYS = frozenset({
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
     "applications", "target_capacity",
 })
-SERVE_KEYS_USED = frozenset({"http_options", "applications"})
+SERVE_KEYS_USED = frozenset({"proxy_location", "http_options", "applications"})
 HTTP_KEYS = frozenset({
     "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
     "ssl_keyfile_password", "ssl_ca_certs",
@@ -64,17 +65,20 @@ DEPLOYMENT_KEYS = frozenset({
     "placement_group_bundle_label_selector", "max_replicas_per_node", "logging_config", "request_router_config",
     "gang_scheduling_config", "deployment_actors", "rolling_update_percentage", "max_surge_percent",
 })
+Model = TypeVar("Model", bound=BaseModel)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ConfigError."""
-    found = _BYTES.fullmatch(text.strip())
+def _bytes(name: str, value: Any) -> Any:
+    """Bytes of "1073741824", "512MiB", "1.5 GiB" or "2GB"; what is no text is left as it is. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    found = _BYTES.fullmatch(value.strip())
     if found is None:
-        raise ConfigError(f"{text!r} is not a number of bytes; write 1073741824, 512MiB or 1.5GiB")
+        raise ConfigError(f"{name} is {value!r}; write 1073741824, 512MiB or 1.5GiB")
     unit = found[2] or "B"
     base = 1024 if "i" in unit else 1000
-    return int(float(found[1]) * base ** "BKMGT".index(unit[0])) if unit != "B" else int(float(found[1]))
+    return int(float(found[1]) * base ** "BKMGT".index(unit[0]))
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def _engine_config(value: Any) -> Any:
                 faults.append(_unknown_key(f"{section}.{key}", _ALL_KEYS))
                 continue
             try:
-                found[key] = parse_bytes(item) if key == "kv_cache_bytes" and isinstance(item, str) else item
+                found[key] = _bytes(key, item) if key == "kv_cache_bytes" else item
                 EngineConfig(**{key: found[key]})
             except ConfigError as error:
                 faults.append(f"{section}.{error}")
@@ -127,7 +131,9 @@ class ServiceConfig(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     num_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     request_timeout_s: Annotated[float, Field(gt=0, le=7 * 86400.0)] = 600.0
-    max_body_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 30)] = 8 << 20
+    max_body_bytes: Annotated[
+        int, BeforeValidator(partial(_bytes, "max_body_bytes")), Field(ge=1 << 10, le=1 << 30)
+    ] = 8 << 20
     ingress: Literal["direct"] = "direct"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     cache_dir: str | None = None
@@ -189,8 +195,12 @@ def _unknown_key(key: str, known: Iterable[str]) -> str:
 
 def parse_config(data: Mapping[str, Any]) -> ServiceConfig:
     """A ServiceConfig from plain values (YAML args, flags). Raises ConfigError, one line per fault."""
+    return _validated(ServiceConfig, data)
+
+
+def _validated(kind: type[Model], data: Mapping[str, Any]) -> Model:
     try:
-        return ServiceConfig.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(_fault(details) for details in error.errors())) from None
 
@@ -216,8 +226,8 @@ def _fault(details: Any) -> str:
 class ServeFile(BaseModel):
     """A Serve file with one application, ours, as `tournant serve` carries it out.
 
-    http_options: of the proxies, without host and port, which are in config; deployment_options: overrides of Serve's
-    settings for the replica.
+    proxy_location, http_options: of Serve's proxies, without host and port, which are in config;
+    deployment_options: overrides of what Serve is told about the replica.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -225,6 +235,7 @@ class ServeFile(BaseModel):
     config: ServiceConfig = ServiceConfig()
     name: str = APP_NAME
     route_prefix: str = "/"
+    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] | None = None
     http_options: dict[str, Any] = {}
     deployment_options: dict[str, Any] = {}
 
@@ -284,13 +295,14 @@ def _serve_file(data: Any) -> ServeFile:
     if faults:
         raise ConfigError("\n".join(faults))
     options = {key: value for override in overrides for key, value in override.items() if key != "name"}
-    return ServeFile(
-        config=config,
-        name=app.get("name", APP_NAME),
-        route_prefix=app.get("route_prefix", "/"),
-        http_options={key: value for key, value in http.items() if key not in ("host", "port")},
-        deployment_options=options,
-    )
+    plain = {
+        "name": app.get("name", APP_NAME),
+        "route_prefix": app.get("route_prefix", "/"),
+        "proxy_location": data.get("proxy_location"),
+        "http_options": {key: value for key, value in http.items() if key not in ("host", "port")},
+        "deployment_options": options,
+    }
+    return _validated(ServeFile, {"config": config, **plain})
 
 
 def refuse_address(args: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A private Ray on this machine with the service on it: `local_ray`, and the process behind `tournant serve`.
+"""The process behind `tournant serve`: a private Ray on this machine with the service on it.
 
-Owns how such a Ray is started and ended: loopback only, no dashboard, a temporary folder of its own, never joined to a
-cluster that happens to run. `python -m tournant.deploy.local_ray FD FOLDER` is the process; cli.py starts it, with the
-environment that Ray reads. It takes a ServeFile as one line of JSON on its standard input, which then stays open for as
-long as its parent lives, and reports on descriptor FD, one JSON object a line: {"step": text}, {"ready": facts} or
+Owns how such a Ray is started: loopback only, no dashboard, a temporary folder of its own, never joined to a cluster
+that happens to run. cli.py starts it as `python -m tournant.deploy.local_ray FD FOLDER` in the environment that Ray
+reads; its end is supervisor.py's. It takes a ServeFile as one line of JSON on standard input, which then stays open for
+as long as its parent lives, and reports on descriptor FD, one JSON object a line: {"step": text}, {"ready": facts} or
 {"failed": message, "code": exit code}.
 
 Invariants:
@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,8 +22,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,15 @@ QUIET = {"log_level": "WARNING", "enable_access_log": False}  # Serve's own logs
 _OUR_ERROR = re.compile(r"tournant\.workers\.errors\.(?:ConfigError|ModelFormatError): (.+)")
 
 
-@contextmanager
-def local_ray(folder: Path, num_cpus: int) -> Iterator[None]:
+def start_ray(folder: Path, num_cpus: int) -> None:
     """Ray for this process alone, with everything it writes below `folder`. num_cpus: how many it hands out.
 
-    To be used on the main thread: its processes end with the thread that started them, or with the context.
+    To be called on the main thread: Ray's processes end with the thread that started them.
     """
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.WARNING, log_to_driver=True, _temp_dir=str(folder), _plasma_directory=str(folder),
     )
-    try:
-        yield
-    finally:
-        ray.shutdown(wait_for_processes=True)
 
 
 def deploy(plan: ServeFile) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def deploy(plan: ServeFile) -> dict[str, Any]:
     """
     config = plan.config
     http = {**plan.http_options, "host": config.host, "port": config.port}
-    serve.start(http_options=http, logging_config=QUIET)
+    serve.start(proxy_location=plan.proxy_location, http_options=http, logging_config=QUIET)
     app = make_app(config, {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options})
     try:
         handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
@@ -80,45 +74,45 @@ def deploy(plan: ServeFile) -> dict[str, Any]:
 
 
 class ServeProcess:
-    """The process behind `tournant serve`."""
+    """The process behind `tournant serve`. It ends by `run` after SIGTERM, else by its parent, or with it."""
 
     def __init__(self, report_to: int, folder: Path) -> None:
         self._reports = os.fdopen(report_to, "w", buffering=1)
         self._folder = folder
         self._stop = threading.Event()
+        self._guard = threading.Thread(target=self._end_with_parent, daemon=True, name="guard")
 
-    def run(self) -> int:
-        """Serve until SIGTERM; returns the exit code."""
-        plan = ServeFile.model_validate_json(sys.stdin.readline())
-        threading.Thread(target=self._end_with_parent, daemon=True, name="parent").start()
-        os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
+    def run(self) -> None:
+        """Serve until SIGTERM. A failure is reported and then waits for the parent, which ends everything."""
+        line = sys.stdin.readline()
+        self._guard.start()
         try:
-            self._serve(plan)
+            self._serve(ServeFile.model_validate_json(line))
         except (ConfigError, ModelFormatError) as error:
             self._report(failed=str(error), code=2)
-            return 2
+            self._guard.join()
         except Exception as error:  # whatever went wrong, the parent has to hear of it
             logging.getLogger(__name__).exception("the service could not be started")
             self._report(failed=f"{type(error).__name__}: {_last_line(str(error))}", code=1)
-            return 1
-        return 0
+            self._guard.join()
 
     def _serve(self, plan: ServeFile) -> None:
+        os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
         config = plan.config
         self._report(step="preparing the model")
         resolve_model(config.model, config.weights_dtype, config.cache_path,
                       progress=lambda line: self._report(step=line))
         self._report(step="starting Ray")
-        with local_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1)):
-            signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own
-            self._report(step="loading the model into the engine")
-            self._report(ready=deploy(plan))
-            self._stop.wait()
-            serve.delete(plan.name)  # lets running requests end
-            os._exit(0)  # the parent ends what is left; Ray's own shutdown takes seconds longer
+        start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own
+        self._report(step="loading the model into the engine")
+        self._report(ready=deploy(plan))
+        self._stop.wait()
+        serve.delete(plan.name)  # lets running requests end
 
     def _report(self, **message: Any) -> None:
-        self._reports.write(json.dumps(message) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone: the guard sees to it
+            self._reports.write(json.dumps(message) + "\n")
 
     def _end_with_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # not through a buffer, whose lock would hold up the exit
@@ -137,7 +131,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     become_subreaper()
-    raise SystemExit(ServeProcess(int(sys.argv[1]), Path(sys.argv[2])).run())
+    ServeProcess(int(sys.argv[1]), Path(sys.argv[2])).run()
+    os._exit(0)  # the parent ends what is left at once; Ray's own shutdown takes seconds
 
 
 if __name__ == "__main__":

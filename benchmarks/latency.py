@@ -1,0 +1,199 @@
+"""Time to first token and between tokens over HTTP at several concurrencies, and what control costs per decode step.
+
+The server is the real one: our HTTP app in uvicorn, the engine in its own process, both on this machine, as is the
+client. The control path is measured without a model: scheduler, block manager and input preparation around a forward
+pass that does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.common import BenchmarkError, Bounds, Cell, Options, Report, Samples, Table, at_most, run_main, say
+from benchmarks.http_load import Arrivals, ServerProcess, load
+from benchmarks.model_costs import ModelCosts
+from tournant.kernels.layout import KVLayout
+from tournant.workers.batch import Batch, StepResult
+from tournant.workers.block_manager import BlockManager
+from tournant.workers.config import EngineConfig
+from tournant.workers.forward_input import InputBuilder
+from tournant.workers.messages import EngineRequest
+from tournant.workers.model_files import resolve_model
+from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.sampling_params import SamplingParams
+from tournant.workers.scheduler import Scheduler
+from tournant.workers.sequence import Sequence as EngineSequence
+
+MAX_CONTROL_MS = 1.0
+SMOLLM2_LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=16, head_size=64, dtype=torch.bfloat16)
+SMOLLM2_HEADS, SMOLLM2_VOCAB = 9, 49152
+CONTROL_PROMPT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """(users, requests) pairs; prompts take their lengths in tokens in turn; new tokens of each request."""
+
+    users: Sequence[tuple[int, int]]
+    prompts: Sequence[int]
+    new: int
+
+
+TRAFFIC = Traffic(((1, 8), (8, 32), (32, 64)), (32, 128, 512, 1024), 64)
+QUICK_TRAFFIC = Traffic(((1, 2), (8, 8), (32, 32)), (8, 24, 40), 4)
+
+
+def run(options: Options) -> Report:
+    """Measure the control path, then the server."""
+    report = Report("Latency")
+    report.add(_control_path(options))
+    report.add(_server(options))
+    return report
+
+
+# -------------------------------------------------------------------- HTTP
+
+
+@dataclass(slots=True)
+class Percentiles:
+    """Per round: milliseconds at p50 and p99, by name, and new tokens per second."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def book(self, answers: Sequence[Arrivals], new: int, seconds: float) -> None:
+        """Add a round. Raises BenchmarkError when a stream brought no event."""
+        if any(not answer.events for answer in answers):
+            raise BenchmarkError("a stream ended without an event")
+        first = [answer.events[0] - answer.sent for answer in answers]
+        gaps = [b - a for answer in answers for a, b in zip(answer.events, answer.events[1:], strict=False)]
+        for name, found in (("first token", first), ("between tokens", gaps)):
+            for percent in (50, 99):
+                self.values.setdefault(f"{name} p{percent}", []).append(_percentile(found, percent) * 1e3)
+        self.values.setdefault("tokens/s", []).append(len(answers) * new / seconds)
+
+    def samples(self, name: str) -> Samples:
+        """One value per round."""
+        return Samples(tuple(self.values[name]))
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _server(options: Options) -> Table:
+    files = resolve_model(options.model, "bfloat16", progress=say)
+    costs, bounds = ModelCosts.of(files.folder), Bounds(options.quick)
+    vocab_size = DecoderConfig.from_folder(files.folder).vocab_size
+    traffic = QUICK_TRAFFIC if options.quick else TRAFFIC
+    config = {
+        "model": str(files.folder),
+        "engine": {"device": "cpu", "dtype": "bfloat16"},
+        "advanced": {"num_threads": options.threads},
+    }
+    found = {users: Percentiles() for users, _ in traffic.users}
+    read: list[float] = []
+    rng = random.Random(20)
+
+    def bodies(count: int) -> list[tuple[str, bytes]]:
+        lengths = [traffic.prompts[place % len(traffic.prompts)] for place in range(count)]
+        prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]  # never a cached prefix
+        fields = {"model": "m", "max_tokens": traffic.new, "temperature": 0, "ignore_eos": True, "stream": True}
+        return [("/v1/completions", json.dumps(fields | {"prompt": prompt}).encode()) for prompt in prompts]
+
+    say("starting a server")
+    with closing(ServerProcess("serve_ours.py", {"config": config})) as server:
+        for round_number in range(options.rounds + 1):
+            say(f"round {round_number} of {options.rounds}" if round_number else "warming up")
+            for users, count in traffic.users:
+                jobs = bodies(count)
+                start = time.perf_counter()
+                answers = load(server.port, users, jobs)
+                if round_number:
+                    found[users].book(answers, traffic.new, time.perf_counter() - start)
+            if round_number:
+                read.append(bounds.read())
+        facts = server.facts
+    context = statistics.mean(traffic.prompts) + traffic.new / 2
+    rows: list[list[Cell]] = []
+    for users, _ in traffic.users:
+        least = Samples(tuple(costs.decode_s(users, context, value, float("inf")) * 1e3 for value in read))
+        rows.append([str(users), *(found[users].samples(name) for name in found[users].values), least])
+    return Table(
+        "HTTP streams, milliseconds",
+        ("concurrency", "first token p50", "first token p99", "between tokens p50", "between tokens p99", "tokens/s",
+         "least between tokens"),
+        rows,
+        (
+            f"Prompts of {', '.join(map(str, traffic.prompts))} random tokens in turn, {traffic.new} new tokens each, "
+            f"{', '.join(str(count) for _, count in traffic.users)} requests per round; server: {facts}.",
+            f"Least: weights and KV read once per step at {Samples(tuple(read)).map(lambda value: value / 1e9)} GB/s.",
+        ),
+    )
+
+
+# -------------------------------------------------------------------- control path
+
+
+class ControlPath:
+    """`num_seqs` decoding sequences in SmolLM2's shapes, and the three parts of a step around a null forward."""
+
+    def __init__(self, num_seqs: int, max_tokens: int) -> None:
+        config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=1024)
+        blocks_each = -(-(CONTROL_PROMPT + max_tokens) // SMOLLM2_LAYOUT.block_tokens)
+        self._rng = random.Random(20)
+        self._scheduler = Scheduler(config, BlockManager(num_seqs * blocks_each, SMOLLM2_LAYOUT.block_tokens), ())
+        self._inputs = InputBuilder(SMOLLM2_LAYOUT, SMOLLM2_HEADS, num_seqs, blocks_each, pad_rows=False)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for number in range(num_seqs):
+            prompt = [self._rng.randrange(SMOLLM2_VOCAB) for _ in range(CONTROL_PROMPT)]
+            request = EngineRequest(number, prompt, params)
+            total = CONTROL_PROMPT + max_tokens
+            self._scheduler.add(EngineSequence(request, 0, number, total, number, b"n" * 32, time.monotonic()))
+        while self.step()[1] != num_seqs:  # until every sequence decodes
+            pass
+
+    def step(self) -> tuple[tuple[float, float, float], int]:
+        """Seconds of schedule, build and postprocess of one step, and its number of tokens."""
+        times = [time.perf_counter()]
+        batch: Batch | None = self._scheduler.schedule(times[0])
+        times.append(time.perf_counter())
+        if batch is None:
+            raise BenchmarkError("the control path ran out of tokens to decode")
+        self._inputs.build(batch)
+        times.append(time.perf_counter())
+        result = StepResult([self._rng.randrange(SMOLLM2_VOCAB) for _ in batch.sampling])
+        times.append(time.perf_counter())
+        self._scheduler.postprocess(batch, result, times[-1])
+        times.append(time.perf_counter())
+        return (times[1] - times[0], times[2] - times[1], times[4] - times[3]), batch.num_tokens
+
+
+def _control_path(options: Options) -> Table:
+    num_seqs, steps = 16, 32 if options.quick else 400
+    parts: dict[str, list[float]] = {name: [] for name in ("schedule", "build input", "postprocess", "sum")}
+    path = ControlPath(num_seqs, steps * (options.rounds + 1) + 64)
+    for round_number in range(options.rounds + 1):
+        times = [path.step()[0] for _ in range(steps)]
+        if round_number:
+            for place, name in enumerate(("schedule", "build input", "postprocess")):
+                parts[name].append(statistics.median(time[place] for time in times) * 1e3)
+            parts["sum"].append(statistics.median(map(sum, times)) * 1e3)
+    found = {name: Samples(tuple(values)) for name, values in parts.items()}
+    return Table(
+        "control path per decode step, milliseconds",
+        ("part", "median step", "bar"),
+        [(name, value, at_most(MAX_CONTROL_MS, value) if name == "sum" else "") for name, value in found.items()],
+        (f"{num_seqs} decoding sequences, prefix caching on, {options.rounds} x {steps} steps with an empty forward.",),
+    )
+
+
+if __name__ == "__main__":
+    run_main(run, __doc__)

@@ -1,0 +1,35 @@
+"""All benchmarks, one after another, in one run and one report: `python -m benchmarks.run_all`.
+
+Peers are measured when a venv that has them is named (--vllm-python, --llama-python). A quiet machine is needed: two
+threads on two cores wait for each other whenever anything else runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks import attention, ingress, latency, memory, throughput
+from benchmarks.common import machine, parse_options, print_machine, say, write
+
+ALL = (throughput, latency, ingress, attention, memory)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run everything; files are written at the end of each benchmark, so that a failure leaves what was measured."""
+    options = parse_options(__doc__ or "", argv)
+    torch.set_num_threads(options.threads)
+    facts = machine()
+    print_machine(facts)
+    reports = []
+    for benchmark in ALL:
+        start = time.monotonic()
+        reports.append(benchmark.run(options))
+        write(reports, facts, options)
+        say(f"{reports[-1].title}: {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

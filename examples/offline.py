@@ -1,0 +1,14 @@
+"""Generate offline: no Ray, no server."""
+
+from __future__ import annotations
+
+from tournant.deploy.llm import LLM
+from tournant.workers.sampling_params import SamplingParams
+
+if __name__ == "__main__":
+    with LLM() as llm:  # LLM("/path/to/model") for your own
+        params = SamplingParams(temperature=0, max_tokens=40)
+        for output in llm.generate(["The sky is blue because", "Once upon a time"], params):
+            print(output.prompt, "->", output.outputs[0].text)
+        for output in llm.chat([{"role": "user", "content": "What is the capital of France?"}], params):
+            print(output.outputs[0].text)

@@ -1,0 +1,103 @@
+"""The command line: flags and configuration are one schema, and every mistake is a line and exit code 2."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tournant.deploy import cli
+from tournant.deploy.config import ENGINE_KEYS, ServiceConfig, parse_config
+from tournant.workers.config import EngineConfig
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_flags_are_the_fields_of_the_configuration() -> None:
+    flags = set(inspect.signature(cli.serve).parameters) - {"config"}
+    assert flags == set(ServiceConfig.model_fields) - {"engine"} | ENGINE_KEYS
+
+
+@pytest.mark.parametrize("name", ["host", "port", "num_replicas", "request_timeout_s", "max_num_seqs",
+                                  "max_num_batched_tokens", "max_queued_requests"])
+def test_help_tells_the_default(name: str) -> None:
+    service = {name: field.default for name, field in ServiceConfig.model_fields.items()}
+    default = service.get(name, getattr(EngineConfig(), name, None))
+    (option,) = inspect.signature(cli.serve, eval_str=True).parameters[name].annotation.__metadata__
+    assert f"[{default:g}]" in option.help if isinstance(default, float) else f"[{default}]" in option.help
+
+
+def test_version() -> None:
+    code, output = run("version")
+    assert code == 0
+    assert output.strip()[0].isdigit()
+
+
+@pytest.mark.parametrize(("arguments", "lines"), [
+    (["--port", "99999"], ["error: port is 99999; it must be less than or equal to 65535"]),
+    (["--dtype", "int4", "--max-num-seqs", "0"],
+     ["error: engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32",
+      "error: engine.max_num_seqs is 0; it must be a whole number from 1 to 4096"]),
+    (["--kv-cache-bytes", "lots"], ["error: engine.kv_cache_bytes is 'lots'; write 1073741824, 512MiB or 1.5GiB"]),
+    (["--ingress", "resilient"], ["error: ingress is 'resilient', which is not available yet; use 'direct'"]),
+    (["--config", "/no/such.yaml"], ["error: /no/such.yaml cannot be read: No such file or directory"]),
+])
+def test_a_wrong_configuration_is_told_and_nothing_starts(arguments: list[str], lines: list[str]) -> None:
+    code, output = run("serve", *arguments)
+    assert code == 2
+    assert output.splitlines() == lines
+
+
+def test_a_port_in_use_is_told_before_the_slow_steps() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, output = run("serve", "--port", str(taken.getsockname()[1]))
+    assert code == 2
+    assert "Address already in use; choose another with --port" in output
+
+
+def test_flags_go_before_the_file_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "s.yaml").write_text(
+        "http_options: {port: 9}\n"
+        "applications: [{import_path: 'tournant.deploy.app:build_app',"
+        " args: {engine: {max_num_seqs: 5, dtype: float32}, advanced: {num_threads: 1}}}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = {"model": "model", "cache_dir": "c", "max_num_seqs": 7, "kv_cache_bytes": "1MiB", "deterministic": False}
+    plan = cli.make_plan(Path("s.yaml"), flags)
+    assert plan.config == parse_config({
+        "model": str(tmp_path / "model"), "cache_dir": str(tmp_path / "c"), "port": 9,
+        "engine": {"max_num_seqs": 7, "dtype": "float32", "kv_cache_bytes": 1 << 20}, "advanced": {"num_threads": 1},
+    })
+
+
+def test_a_hub_id_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.make_plan(None, {"model": "org/name"}).config.model == "org/name"
+
+
+def test_ray_gets_a_fresh_secret_and_no_other_clusters_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("OTHER", "kept")
+    first, second = cli.ray_environment(), cli.ray_environment()
+    assert "RAY_ADDRESS" not in first
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert first["OTHER"] == "kept"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+
+
+def test_chat_without_a_server_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, output = run("chat", "--url", f"http://127.0.0.1:{port}")
+    assert code == 1
+    assert output.startswith(f"error: no answer from http://127.0.0.1:{port}")
+    assert len(output.splitlines()) == 1

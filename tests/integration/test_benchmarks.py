@@ -1,0 +1,186 @@
+"""Every benchmark runs to its end on model M, without peers, and shows the rows it promises; numbers are not judged."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from contextlib import closing, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from benchmarks import run_all, throughput
+from benchmarks.common import BenchmarkError, Options, Samples, at_least, at_most, interleave
+from benchmarks.contestant import Contestant
+from benchmarks.model_costs import ModelCosts
+from tournant.workers.model_files import resolve_model
+
+pytestmark = pytest.mark.timeout(300)  # starts six processes that import torch
+
+ROWS = {
+    "contestants and correctness": ["tournant", "transformers"],
+    "decode, batch 1": ["tournant", "transformers", "bound (bfloat16)"],
+    "decode, batch 32": ["tournant", "transformers", "bound (bfloat16)"],
+    "prefill of 2,048 tokens": ["tournant", "transformers", "bound (bfloat16)"],
+    "control path per decode step, milliseconds": ["schedule", "build input", "postprocess", "sum"],
+    "HTTP streams, milliseconds": ["1", "8", "32"],
+    "CPU per request": ["bare uvicorn, echo", "chat completion of 1 token", "text completion of 1 token"],
+    "CPU per streamed event": ["bare uvicorn, events", "chat completion, streamed"],
+    "decode, 1 sequence of 8,192 tokens": ["paged, in place", "contiguous, heads packed", "contiguous, enable_gqa"],
+    "decode, 32 sequences of 160 tokens": ["paged, in place", "contiguous, heads packed", "contiguous, enable_gqa"],
+    "copies of blocks": ["scattered blocks", "memcpy"],
+}
+
+
+@dataclass
+class Run:
+    printed: str
+    markdown: str
+    rows: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def quick_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All benchmarks once: model M, one thread, one short round, no peers, no traces."""
+    folder, printed, threads = tmp_path_factory.mktemp("bench"), io.StringIO(), torch.get_num_threads()
+    files = ["--markdown", str(folder / "out.md"), "--json", str(folder / "out.jsonl"), "--traces", str(folder)]
+    try:
+        with redirect_stdout(printed):
+            run_all.main(["--quick", "--rounds", "1", "--model", str(tiny_model), *files])
+    finally:
+        torch.set_num_threads(threads)
+    lines = (folder / "out.jsonl").read_text().splitlines()
+    return Run(printed.getvalue(), (folder / "out.md").read_text(), [json.loads(line) for line in lines])
+
+
+@pytest.mark.parametrize("title", ROWS)
+def test_table_is_there(quick_run: Run, title: str) -> None:
+    heading = f"### {title}"
+    assert title in quick_run.printed
+    assert heading in quick_run.markdown
+    section = quick_run.markdown.split(heading, 1)[1].split("\n### ", 1)[0]
+    for name in ROWS[title]:
+        cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(f"| {name} |")]
+        assert len(cells) >= 1, f"no row {name!r} in {section}"
+        assert any(character.isdigit() for character in "".join(cells[0][1:]))
+        assert any(line.lstrip("│ ").startswith(name) for line in quick_run.printed.splitlines())
+
+
+def test_json_rows_hold_every_round_and_the_machine(quick_run: Run) -> None:
+    of_job = [row for row in quick_run.rows if row["table"] == "decode, batch 1"]
+    row = next(row for row in of_job if row["contestant"] == "transformers")
+    assert len(row["Tournant / this"]["values"]) == 1
+    assert row["tokens/s"]["min"] <= row["tokens/s"]["median"] <= row["tokens/s"]["max"]
+    assert row["machine"]["date"][:2] == "20"
+    assert len(quick_run.rows) >= sum(map(len, ROWS.values()))
+
+
+def test_what_was_not_measured_is_said(quick_run: Run) -> None:
+    for note in ("Not measured: vllm (no --vllm-python).", "Not measured: llama.cpp (no --llama-python).",
+                 "Not counted: azure2023_conv.csv.gz is not in the folder of --traces."):
+        assert note in quick_run.printed
+        assert note in quick_run.markdown
+
+
+def test_memory_is_counted_where_the_traces_are(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_all.memory.run(Options(traces=traces))
+    conversation = report.tables[0].rows[0]
+    assert list(conversation[:2]) == ["conversation", "19,366"]
+    assert 0.15 < float(str(conversation[5])) < 0.19  # mean of 1,366 tokens of 8,192
+    assert "conversation" in capsys.readouterr().out
+
+
+def test_rounds_alternate_and_ratios_are_taken_round_by_round() -> None:
+    order: list[str] = []
+
+    def contestant(name: str, *values: float) -> Any:
+        left = list(values)
+        return lambda: (order.append(name), left.pop(0))[1]
+
+    found = interleave({"a": contestant("a", 9, 1, 2, 3), "b": contestant("b", 9, 2, 1, 6)}, rounds=3)
+    assert "".join(order) == "abababab"
+    assert found["a"].over(found["b"]) == Samples((0.5, 2.0, 0.5))
+    assert str(found["a"].over(found["b"])) == "0.5 (0.5-2.00)"
+    assert at_least(0.6, Samples((0.5, 2.0, 0.5))) == ">= 0.6: missed"
+    assert at_most(0.6, Samples((0.5, 2.0, 0.5))) == "<= 0.6: met"
+
+
+def test_costs_count_every_weight_once(tiny_model: Path) -> None:
+    costs = ModelCosts.of(tiny_model)
+    with safe_open(tiny_model / "model.safetensors", "pt") as file:
+        sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    wanted = sum(size for name, size in sizes.items() if "norm" not in name and "embed" not in name)
+    assert costs.layer_weights + costs.head_weights == wanted
+    assert costs.decode_s(1, 0, bytes_per_s=1.0, flops_per_s=1e18) == 2 * wanted
+    assert costs.decode_s(3, 0, bytes_per_s=1e18, flops_per_s=1.0) == 6 * wanted
+
+
+class WrongContestant:
+    """Answers with a token that is wrong from a given place on."""
+
+    facts = "a stub"
+
+    def __init__(self, wrong_from: int) -> None:
+        self.wrong_from = wrong_from
+
+    def generate(self, prompts: list[list[int]], new: int, **job: str) -> tuple[list[list[int]], float]:
+        return [[int(place >= self.wrong_from) for place in range(new)] for _ in prompts], 1.0
+
+
+@pytest.mark.parametrize(("wrong_from", "error"), [(5, "in float32 tournant answers"), (99, None)])
+def test_wrong_tokens_stop_the_run(tiny_model: Path, wrong_from: int, error: str | None) -> None:
+    contestants: Any = {"tournant": WrongContestant(wrong_from), "transformers": WrongContestant(99)}
+    files, options = resolve_model(str(tiny_model)), Options(quick=True)
+    idle = dict.fromkeys(contestants, 0.0)
+    if error is None:
+        assert throughput.check_tokens(contestants, idle, files, options).rows[0][2] == "8 of 8"
+        contestants["vllm"] = WrongContestant(1)  # leaves the others after one token
+        with pytest.raises(BenchmarkError, match="vllm answers"):
+            throughput.check_tokens(contestants, idle | {"vllm": 0.0}, files, options)
+    else:
+        with pytest.raises(BenchmarkError, match=error):
+            throughput.check_tokens(contestants, idle, files, options)
+
+
+STUB = """
+import sys
+sys.path.insert(0, {peers!r})
+from job_loop import serve
+def load(arguments):
+    print("noise of a library")
+    if arguments["fails"]:
+        raise SystemExit("no such model")
+    return "stub", lambda prompts, new: [[1] * new for _ in prompts]
+serve(load)
+"""
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_contestant_is_stopped_while_it_has_nothing_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "stub.py"
+    script.write_text(STUB.format(peers=str(Path(throughput.__file__).parent / "peers")))
+    with closing(Contestant("stub", sys.executable, str(script), {"fails": False})) as stub:
+        assert stub.facts == "stub"
+        assert stub.generate([[1, 2], [3]], 4)[0] == [[1] * 4] * 2
+        deadline = time.monotonic() + 10
+        while process_state(stub.pid) != "T" and time.monotonic() < deadline:
+            pass
+        assert process_state(stub.pid) == "T"
+        assert stub.generate([[1]], 1)[0] == [[1]]
+    assert not Path(f"/proc/{stub.pid}").exists()
+
+
+def test_contestant_that_fails_shows_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "stub.py"
+    script.write_text(STUB.format(peers=str(Path(throughput.__file__).parent / "peers")))
+    with pytest.raises(BenchmarkError, match=r"stub ended with code 1(.|\n)*noise of a library\nno such model"):
+        Contestant("stub", sys.executable, str(script), {"fails": True})
