@@ -161,6 +161,7 @@ class Scheduler:
         batch.rows.append(sequence.row)
         batch.starts.append(start)
         batch.counts.append(count)
+        batch.rope_offsets.append(sequence.rope_offset)
         batch.token_ids.extend(sequence.token_ids[start:end])
         batch.token_ids.extend([UNKNOWN_TOKEN] * (end - max(known, start)))
         if sequence.prompt_logprobs is not None and start < sequence.num_prompt:

@@ -32,7 +32,8 @@ class Sequence:
     """State of one answer. Positions and counts are in tokens, `block_table` in physical block ids.
 
     arrival: order of arrival, unique in an engine; max_total: tokens after which it ends by length;
-    keys: key chain of its full blocks as far as known, rooted at `namespace`; num_scheduled: tokens whose KV is
+    keys: key chain of its full blocks as far as known, rooted at `namespace`; rope_offset: added to its positions to find
+    their rows in the RoPE tables; num_scheduled: tokens whose KV is
     computed or being computed by batches in flight; row: place in the runner's per-sequence tables, -1 without one;
     epoch: grows at each preemption, so that a batch in flight can tell that the blocks it wrote are gone;
     fork_of: the first answer of the same request, whose prompt blocks this one may share.
@@ -44,6 +45,7 @@ class Sequence:
     max_total: int
     seed: int
     namespace: bytes
+    rope_offset: int
     arrival_time: float
     fork_of: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
