@@ -167,6 +167,7 @@ class ServiceRun:
 
     def run(self) -> int:
         """Run until the service ends or a signal comes; returns the exit code. Nothing is left behind."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
         signal.signal(signal.SIGTERM, _terminate)
         become_subreaper()
         folder = RunFolder()
@@ -261,7 +262,7 @@ class ServiceRun:
             f"{facts['max_sequence_tokens']:,} tokens"
         )
         messages = [{"role": "user", "content": "What is the capital of France?"}]
-        question = {"model": facts["model"], "messages": messages}
+        question = {"model": facts["model"], "messages": messages, "max_tokens": 100, "temperature": 0}
         typer.echo(f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
                    f"{shlex.quote(json.dumps(question))}")
 

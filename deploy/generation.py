@@ -189,8 +189,8 @@ class Completion:
 class GenerationStream:
     """Deltas of all answers of one request, for one reader on the event loop that made it.
 
-    Read it by `async for`, by `next_deltas`, or whole by `collect`. A reader that goes away must end it: by `aclose`,
-    `cancel`, or the cancellation of its task, each of which stops the work in the engine at once.
+    Read it by `async for`, by `next_deltas`, or whole by `collect`. A reader that goes away must end it: by leaving a
+    `with` block, by `aclose` or `cancel`, or by the cancellation of its task; each stops the engine's work at once.
     """
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, params: SamplingParams,
@@ -253,6 +253,12 @@ class GenerationStream:
 
     async def aclose(self) -> None:
         """As `cancel`."""
+        self.cancel()
+
+    def __enter__(self) -> GenerationStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         self.cancel()
 
     def __aiter__(self) -> GenerationStream:

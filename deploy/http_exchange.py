@@ -101,7 +101,7 @@ class Exchange:
         """Send a whole response."""
         await self._start(status, [("content-type", content_type), ("content-length", str(len(body))), *headers])
         self.finished = True
-        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+        await self._emit({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def respond_json(self, value: object, status: int = 200) -> None:
         """Send a whole JSON response."""
@@ -116,7 +116,7 @@ class Exchange:
     async def send_events(self, text: str, last: bool) -> None:
         """Send text that holds whole events; returns when the socket takes more, so a slow client slows its reader."""
         self.finished = last
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": not last})
+        await self._emit({"type": "http.response.body", "body": text.encode(), "more_body": not last})
 
     async def fail(self, error: ApiError) -> None:
         """Tell the client about an error, in whatever state the response is."""
@@ -138,8 +138,14 @@ class Exchange:
                 "complete": self.finished,
             }))
 
+    async def _emit(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:  # what servers may raise for a closed connection; others only say http.disconnect
+            raise ClientGone from error
+
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         raw = [(name.encode(), value.encode()) for name, value in headers]
         raw.append((b"x-request-id", self.request_id.encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._emit({"type": "http.response.start", "status": status, "headers": raw})

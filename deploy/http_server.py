@@ -118,7 +118,7 @@ class HttpApp:
         self._open += 1
         try:
             await self._serve(exchange)
-        except (ClientGone, OSError):  # servers may raise OSError when they send to a closed connection
+        except ClientGone:
             exchange.finished = False
         finally:
             self._open -= 1
@@ -174,11 +174,11 @@ class HttpApp:
         frontend.check_capacity(params.n)
         token_ids = await _encode_chat(frontend, body)
         usage, continuous = _usage_wanted(body)
-        stream = frontend.submit(token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0,
-                                 join_deltas=not continuous)
-        writer = ChatWriter(f"chatcmpl-{exchange.request_id}", model, int(time.time()), frontend.tokenizer, stream,
-                            usage, continuous)
-        await self._answer(exchange, stream, writer, bool(body.stream))
+        with frontend.submit(token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0,
+                             join_deltas=not continuous) as stream:
+            writer = ChatWriter(f"chatcmpl-{exchange.request_id}", model, int(time.time()), frontend.tokenizer, stream,
+                                usage, continuous)
+            await _answer(exchange, stream, writer, bool(body.stream))
 
     async def _completions(self, exchange: Exchange) -> None:
         body = parse_body(CompletionBody, await exchange.body(self._options.max_body_bytes))
@@ -191,33 +191,14 @@ class HttpApp:
             await tokenizer.encode_async(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
         usage, continuous = _usage_wanted(body)
-        stream = frontend.submit_many(token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0,
-                                      join_deltas=not continuous)
-        echo = None
-        if body.echo:
-            echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False) for prompt in prompts]
-        writer = CompletionWriter(f"cmpl-{exchange.request_id}", model, int(time.time()), tokenizer, stream,
-                                  usage, continuous, echo)
-        await self._answer(exchange, stream, writer, bool(body.stream))
-
-    async def _answer(self, exchange: Exchange, stream: GenerationStream, writer: ResponseWriter,
-                      streamed: bool) -> None:
-        """Send all answers of a stream; the engine is rid of it when this returns, however it ends."""
-        watcher = asyncio.ensure_future(exchange.watch_disconnect(stream.cancel))
-        requested = stream.params.max_tokens
-        limit = min(stream.max_tokens)
-        headers = [] if limit == requested else [("x-tournant-max-tokens", str(limit))]
-        try:
-            if streamed:
-                await _send_stream(exchange, stream, writer, headers)
-            else:
-                completion = await stream.collect()
-                await exchange.respond(200, writer.whole(completion), headers=headers)
-        finally:
-            watcher.cancel()
-            stream.cancel()
-            usage = stream.usage
-            exchange.prompt_tokens, exchange.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        with frontend.submit_many(token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0,
+                                  join_deltas=not continuous) as stream:
+            echo = None
+            if body.echo:
+                echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False) for prompt in prompts]
+            writer = CompletionWriter(f"cmpl-{exchange.request_id}", model, int(time.time()), tokenizer, stream,
+                                      usage, continuous, echo)
+            await _answer(exchange, stream, writer, bool(body.stream))
 
     # ------------------------------------------------------------ the rest
 
@@ -275,6 +256,23 @@ class HttpApp:
 
     async def _reset_prefix_cache(self, exchange: Exchange) -> None:
         await exchange.respond_json({"success": await self._frontend().reset_prefix_cache()})
+
+
+async def _answer(exchange: Exchange, stream: GenerationStream, writer: ResponseWriter, streamed: bool) -> None:
+    """Send all answers of a stream, which is cancelled when the client goes away."""
+    watcher = asyncio.ensure_future(exchange.watch_disconnect(stream.cancel))
+    limit = min(stream.max_tokens)
+    headers = [] if limit == stream.params.max_tokens else [("x-tournant-max-tokens", str(limit))]
+    try:
+        if streamed:
+            await _send_stream(exchange, stream, writer, headers)
+        else:
+            completion = await stream.collect()
+            await exchange.respond(200, writer.whole(completion), headers=headers)
+    finally:
+        watcher.cancel()
+        usage = stream.usage
+        exchange.prompt_tokens, exchange.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
 
 async def _send_stream(exchange: Exchange, stream: GenerationStream, writer: ResponseWriter,

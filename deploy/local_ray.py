@@ -68,8 +68,10 @@ def deploy(plan: ServeFile) -> dict[str, Any]:
     app = make_app(config, {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options})
     try:
         handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
-    except RuntimeError as error:
-        known = _OUR_ERROR.search(str(error))
+    except RuntimeError:
+        found = serve.status().applications.get(plan.name)
+        told = "\n".join(deployment.message for deployment in found.deployments.values()) if found is not None else ""
+        known = _OUR_ERROR.search(told)
         if known is None:
             raise
         raise ConfigError(known[1].strip()) from None
@@ -112,7 +114,8 @@ class ServeProcess:
             self._report(step="loading the model into the engine")
             self._report(ready=deploy(plan))
             self._stop.wait()
-            serve.delete(plan.name)
+            serve.delete(plan.name)  # lets running requests end
+            os._exit(0)  # the parent ends what is left; Ray's own shutdown takes seconds longer
 
     def _report(self, **message: Any) -> None:
         self._reports.write(json.dumps(message) + "\n")
@@ -120,8 +123,8 @@ class ServeProcess:
     def _end_with_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # not through a buffer, whose lock would hold up the exit
             pass
+        shutil.rmtree(self._folder, ignore_errors=True)  # first: Ray ends this process too once its raylet is gone
         end_descendants()
-        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
 

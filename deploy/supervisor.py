@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 from tournant.workers.errors import ConfigError
 
 PR_SET_CHILD_SUBREAPER = 36
-MAX_PARENT_CHARS = 24  # Ray's socket names below a run folder take about 80 of the 107 characters a socket may have
+MAX_PARENT_CHARS = 24  # Ray adds about 80 to it, and a socket's name may have 107
 LOCK_NAME = "lock"
 STAGING_AGE_S = 60.0
 
@@ -39,45 +40,36 @@ def become_subreaper() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of all processes below `pid` that still run (not those that ended and wait to be reaped)."""
+    """Ids of all processes below `pid`, those included that ended and wait to be reaped."""
     children: dict[int, list[int]] = {}
-    ended: set[int] = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 stat = Path("/proc", entry, "stat").read_text()
             except OSError:
                 continue  # it ended meanwhile
-            state, parent = stat[stat.rindex(")") + 2 :].split()[:2]
-            children.setdefault(int(parent), []).append(int(entry))
-            if state in "ZX":
-                ended.add(int(entry))
+            parent = int(stat[stat.rindex(")") + 2 :].split()[1])
+            children.setdefault(parent, []).append(int(entry))
     found: list[int] = []
     waiting = [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
         found += below
         waiting += below
-    return [process for process in found if process not in ended]
+    return found
 
 
 def end_descendants(timeout_s: float = 10.0) -> list[int]:
-    """Kill every descendant of this process and reap those that are its children; returns what outlived timeout_s."""
+    """Kill and reap every descendant of this process; returns those that outlived `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while running := descendants(os.getpid()):
+    while (running := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in running:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if time.monotonic() > deadline:
-            break
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
         time.sleep(0.01)
-    try:
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
-    except ChildProcessError:
-        pass
     return running
 
 

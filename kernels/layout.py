@@ -47,7 +47,9 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_kv_heads < 1:
-            raise ValueError(f"num_layers is {self.num_layers}, num_kv_heads {self.num_kv_heads}; both must be 1 or more")
+            raise ValueError(
+                f"num_layers is {self.num_layers}, num_kv_heads {self.num_kv_heads}; both must be 1 or more"
+            )
         tokens, size = self.block_tokens, self.head_size
         if not MIN_BLOCK_TOKENS <= tokens <= MAX_BLOCK_TOKENS or tokens & (tokens - 1):
             raise ValueError(

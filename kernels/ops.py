@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
 
 import numpy.typing as npt
 import torch
@@ -41,16 +41,7 @@ __all__ = [
 MAX_HEADS_PER_KV_HEAD = 96  # TILE_ROWS of kernels/cpu/attention.h
 
 
-class _Kernels(Protocol):
-    """What `NativeKernels` and the module `reference` have in common."""
-
-    rms_norm: Any
-    silu_mul: Any
-    store_kv: Any
-    rope_store_kv: Any
-    copy_blocks: Any
-    paged_attention: Any
-
+_Kernels = NativeKernels | ModuleType  # the C back end, or `reference`: the same functions
 
 _lock = threading.Lock()
 _chosen: _Kernels | None = None
@@ -68,7 +59,9 @@ def _compiled(cache_folder: Path | None) -> _Kernels:
     try:
         return NativeKernels(load(cache_folder))
     except KernelBuildError as error:
-        warnings.warn(f"the fast CPU kernels are off, plain PyTorch serves instead (many times slower): {error}", stacklevel=4)
+        warnings.warn(
+            f"the fast CPU kernels are off, plain PyTorch serves instead (many times slower): {error}", stacklevel=4
+        )
         return reference
 
 
@@ -100,9 +93,7 @@ def _refuse(name: str, x: torch.Tensor, wanted: str) -> ValueError:
     return ValueError(f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; it must be {wanted}")
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x[N, H] normalised in float32, rounded to the dtype, then times weight[H]; returns a new [N, H].
 
     With `residual` [N, H]: residual += x in the activation dtype, in place, then the norm of that sum. Rows of x may be
@@ -158,9 +149,7 @@ def _check_store(
         raise _refuse("slot_mapping", slot_mapping, f"dense int64 [{rows}]")
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
-) -> None:
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor) -> None:
     """Write k and v [N, kv_heads, hs] to token slots int64 [N] of one layer of the KV tensor; slot -1 is skipped."""
     _check_store(k, v, kv_cache, layer, slot_mapping)
     _kernels(k).store_kv(k, v, kv_cache, layer, slot_mapping)
@@ -190,7 +179,13 @@ def rope_store_kv(
     rows = len(k)
     _check_heads("q", q, rows, q.shape[1], kv_cache)
     size, rotary = kv_cache.shape[5], cos_sin.shape[-1]
-    if cos_sin.ndim != 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or rotary > size or rotary % 2:
+    if (
+        cos_sin.ndim != 2
+        or cos_sin.dtype != torch.float32
+        or not cos_sin.is_contiguous()
+        or rotary > size
+        or rotary % 2
+    ):
         raise _refuse("cos_sin", cos_sin, f"dense float32 [max_pos, rotary_dim], rotary_dim even and at most {size}")
     if positions.shape != (rows,) or positions.dtype not in (torch.int64, torch.int32) or not positions.is_contiguous():
         raise _refuse("positions", positions, f"dense int64 or int32 [{rows}]")
@@ -232,7 +227,9 @@ def plan_attention(
     (int32 [S]) positions; num_heads: query heads of this shard, at most 96 per KV head. Raises ValueError.
     """
     if num_heads > MAX_HEADS_PER_KV_HEAD * layout.num_kv_heads:
-        raise ValueError(f"{num_heads} heads over {layout.num_kv_heads} KV heads: more than {MAX_HEADS_PER_KV_HEAD} each")
+        raise ValueError(
+            f"{num_heads} heads over {layout.num_kv_heads} KV heads: more than {MAX_HEADS_PER_KV_HEAD} each"
+        )
     return make_plan(block_tables, query_start, context_lens, layout, num_heads)
 
 
@@ -250,7 +247,9 @@ def paged_attention(
     if shape[3] != layout.num_kv_heads or shape[4] != layout.block_tokens or shape[5] != layout.head_size:
         raise _refuse("kv_cache", kv_cache, f"of the plan's layout {layout}")
     if shape[0] < plan.num_blocks_needed:
-        raise ValueError(f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks")
+        raise ValueError(
+            f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks"
+        )
     rows = len(q)
     _check_heads("q", q, rows, plan.num_heads, kv_cache)
     _check_heads("out", out, rows, plan.num_heads, kv_cache)

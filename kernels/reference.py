@@ -34,11 +34,27 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
-) -> None:
+def row_error(
+    row: int,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+) -> ValueError:
+    """The error for a row whose slot or position is out of range."""
+    found, allowed = f"slot {int(slot_mapping[row])}", f"slots -1 to {kv_cache.shape[0] * kv_cache.shape[4] - 1}"
+    if positions is not None and cos_sin is not None:
+        found += f" at position {int(positions[row])}"
+        allowed += f" and positions 0 to {len(cos_sin) - 1}"
+    return ValueError(f"row {row} has {found}; allowed are {allowed}")
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor) -> None:
     """Write k and v [N, kv_heads, hs] to their token slots of one layer; slot -1 is skipped."""
     block_tokens = kv_cache.shape[4]
+    bad = (slot_mapping < -1) | (slot_mapping >= len(kv_cache) * block_tokens)
+    if bad.any():
+        raise row_error(int(bad.nonzero()[0]), slot_mapping, kv_cache)
     rows = (slot_mapping >= 0).nonzero().squeeze(-1)
     slots = slot_mapping[rows]
     blocks, offsets = slots // block_tokens, slots % block_tokens
@@ -57,7 +73,12 @@ def rope_store_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Rotate q in place, write rotated k and v to their token slots; rows with slot -1 are left alone."""
-    rows = (slot_mapping >= 0).nonzero().squeeze(-1)
+    real = slot_mapping >= 0
+    bad = (slot_mapping < -1) | (slot_mapping >= len(kv_cache) * kv_cache.shape[4])
+    bad |= real & ((positions < 0) | (positions >= len(cos_sin)))
+    if bad.any():
+        raise row_error(int(bad.nonzero()[0]), slot_mapping, kv_cache, positions, cos_sin)
+    rows = real.nonzero().squeeze(-1)
     cos, sin = cos_sin[positions[rows].long()].unsqueeze(1).chunk(2, dim=-1)
     q[rows] = _rotated(q[rows], cos, sin)
     store_kv(_rotated(k[rows], cos, sin), v[rows], kv_cache, layer, slot_mapping[rows])
@@ -73,16 +94,16 @@ def paged_attention(
 ) -> None:
     """Causal attention of q[N, heads, hs] over the paged KV of its sequences, into out; see `ops.paged_attention`."""
     group = plan.num_heads // plan.layout.num_kv_heads
-    block_tokens = plan.layout.block_tokens
+    block_tokens, device = plan.layout.block_tokens, kv_cache.device
     out[plan.num_tokens :] = 0
     for seq, context in enumerate(plan.context_lens.tolist()):
         first, last = plan.query_start[seq : seq + 2].tolist()
         if first == last:
             continue
-        table = torch.from_numpy(plan.block_tables[seq, : -(-context // block_tokens)]).long()
+        table = torch.from_numpy(plan.block_tables[seq, : -(-context // block_tokens)]).long().to(device)
         blocks = kv_cache[table, layer].float()  # [blocks, 2, kv_heads, block_tokens, hs]
         keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), keys) * scale
-        position = torch.arange(context - (last - first), context)
-        scores.masked_fill_(torch.arange(context) > position[:, None], float("-inf"))
+        position = torch.arange(context - (last - first), context, device=device)
+        scores.masked_fill_(torch.arange(context, device=device) > position[:, None], float("-inf"))
         out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values).to(out.dtype)

@@ -56,7 +56,10 @@ class ModelRunner:
                 f"{files.folder} holds {len(unused)} tensors that a model of {self.decoder_config.num_layers} layers "
                 f"does not use, the first is {unused[0]!r}; config.json does not describe this checkpoint"
             )
-        self.layout = self.decoder.layout(config.block_tokens or CPU_BLOCK_TOKENS)
+        try:
+            self.layout = self.decoder.layout(config.block_tokens or CPU_BLOCK_TOKENS)
+        except ValueError as error:
+            raise ModelFormatError(f"config.json describes a model that has no KV layout here: {error}") from error
         self.cache = KVCache(self.layout, pool_blocks(config, self.layout), torch.device("cpu"))
         max_blocks = -(-self.decoder_config.max_model_len // self.layout.block_tokens)
         self.inputs = InputBuilder(
@@ -131,6 +134,11 @@ class ModelRunner:
 
         Raises ConfigError when they do not on this machine (then tokens could depend on batch mates).
         """
+        if ops.backend() != "c":
+            raise ConfigError(
+                "deterministic is true, but no C compiler was found and the plain-PyTorch kernels do not promise equal "
+                "bits; install gcc or use deterministic: false"
+            )
         most = max(SELF_CHECK_ROWS)
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(most, self.decoder_config.hidden_size, generator=generator).to(self.decoder.dtype)

@@ -4,14 +4,18 @@
 #include "common.h"
 
 #define PIECE 256 /* keys of one piece: the unit of the fixed order of summation */
-#define PIECE_GROUPS (PIECE / LANES)
-#define MAX_ROWS 6   /* rows x groups accumulators of a micro-kernel fill the 32 vector registers */
-#define MAX_GROUPS 4
-#define CHUNK 64 /* keys prepared at once where one row tile uses them once */
-#define AHEAD 3        /* groups of 16 keys between a prefetch and its use */
-#define AHEAD_LEVEL 2  /* into the second-level cache: the first is busy with the scratch of a piece */
-#define TILE_ROWS 96 /* query rows (tokens x heads of one KV head) that share a prepared piece */
+#define MAX_ROWS 6
+#if LANES == 16 || defined(__aarch64__)
+#define MAX_GROUPS 4 /* MAX_ROWS x MAX_GROUPS sums of a micro-kernel fill the 32 vector registers */
+#else
+#define MAX_GROUPS 2 /* of 16 */
+#endif
+#define CHUNK 64      /* keys prepared at once where a single tile of rows uses them */
+#define AHEAD 48      /* keys between a prefetch and its use */
+#define AHEAD_LEVEL 2 /* into the second-level cache: the first is busy with the scratch of a piece */
+#define TILE_ROWS 96  /* query rows (tokens x heads of one KV head) that share a prepared piece */
 #define MAX_HEAD 256
+#define PARTIAL_EXTRA 16 /* floats after the sums of a partial row: maximum, total */
 
 /* One step, laid out by kernels/cpu/native.py; every field 8 bytes. */
 struct plan {
@@ -20,7 +24,7 @@ struct plan {
     const int32_t *context_lens; /* [num_seqs] */
     const struct unit *units;
     const struct split *splits;
-    float *partials; /* [partial rows][head_size + LANES]: sums, maximum, total */
+    float *partials; /* [num_partials][head_size + PARTIAL_EXTRA]: sums, maximum, total */
     int64_t num_seqs, max_blocks, num_heads, num_kv_heads, block_tokens, head_size;
     int64_t num_units, num_splits, num_partials;
 };
@@ -85,17 +89,17 @@ static void cut(struct plan *p, struct unit *units, struct split *splits, int nu
 }
 
 /* 2^x for x <= 0, relative error below 2e-7; x is clamped to -125. */
-INLINE v16f exp2_16(v16f x) {
-    x = max16(x, splat(-125.0f));
-    v16f shifted = x + splat(ROUND_MAGIC);
-    v16f r = x - (shifted - splat(ROUND_MAGIC));
-    v16f p = splat(0.0013276472f);
+INLINE vf vexp2(vf x) {
+    x = vmax(x, splat(-125.0f));
+    vf shifted = x + splat(ROUND_MAGIC);
+    vf r = x - (shifted - splat(ROUND_MAGIC));
+    vf p = splat(0.0013276472f);
     p = p * r + splat(0.00967554133f);
     p = p * r + splat(0.0555071327f);
     p = p * r + splat(0.240221197f);
     p = p * r + splat(0.693146967f);
     p = p * r + splat(1.0f);
-    return (v16f)((v16i)p + ((v16i)shifted << 23));
+    return (vf)((vi)p + ((vi)shifted << 23));
 }
 
 /* Adds a piece (sums, maximum, total of one row) to a row's running state; total 0 means nothing yet, or nothing to
@@ -110,35 +114,56 @@ static __attribute__((noinline)) void fold(float *sums, float *maximum, float *t
         return;
     }
     float top = *maximum > piece_maximum ? *maximum : piece_maximum;
-    v16f old = exp2_16(splat(*maximum - top)), new = exp2_16(splat(piece_maximum - top));
+    vf old = vexp2(splat(*maximum - top)), new = vexp2(splat(piece_maximum - top));
     for (int d = 0; d < head_size; d += LANES)
         store_fp32(sums + d, load_fp32(piece_sums + d) * new + load_fp32(sums + d) * old);
     *total = *total * old[0] + piece_total * new[0];
     *maximum = top;
 }
 
-/* 16 x 16 transpose of 32-bit words in place: pairs of rows by words, by double words, then 128-bit lanes twice. */
-typedef uint64_t v8u __attribute__((vector_size(64)));
-#define WORDS(a, b, ...) (v16u) __builtin_shufflevector(a, b, __VA_ARGS__)
-#define DOUBLES(a, b, ...) (v16u) __builtin_shufflevector((v8u)(a), (v8u)(b), __VA_ARGS__)
-INLINE void transpose16(v16u x[LANES]) {
-    v16u y[LANES];
+/* LANES x LANES transpose of 32-bit words in place: pairs of rows by words, then by double words, then 128-bit lanes. */
+typedef uint64_t vd VECTOR(4 * LANES);
+#if LANES == 16
+#define LOW_WORDS 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH_WORDS 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW_DOUBLES 0, 8, 2, 10, 4, 12, 6, 14
+#define HIGH_DOUBLES 1, 9, 3, 11, 5, 13, 7, 15
+#define EVEN_LANES 0, 1, 4, 5, 8, 9, 12, 13
+#define ODD_LANES 2, 3, 6, 7, 10, 11, 14, 15
+#elif LANES == 8
+#define LOW_WORDS 0, 8, 1, 9, 4, 12, 5, 13
+#define HIGH_WORDS 2, 10, 3, 11, 6, 14, 7, 15
+#define LOW_DOUBLES 0, 4, 2, 6
+#define HIGH_DOUBLES 1, 5, 3, 7
+#define EVEN_LANES 0, 1, 4, 5
+#define ODD_LANES 2, 3, 6, 7
+#else
+#define LOW_WORDS 0, 4, 1, 5
+#define HIGH_WORDS 2, 6, 3, 7
+#define LOW_DOUBLES 0, 2
+#define HIGH_DOUBLES 1, 3
+#endif
+#define WORDS(a, b, which) (vu) __builtin_shufflevector(a, b, which)
+#define DOUBLES(a, b, which) (vu) __builtin_shufflevector((vd)(a), (vd)(b), which)
+
+INLINE void transpose(vu x[LANES]) {
+    vu y[LANES];
     UNROLL for (int i = 0; i < LANES; i += 2) {
-        y[i] = WORDS(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        y[i + 1] = WORDS(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        y[i] = WORDS(x[i], x[i + 1], LOW_WORDS);
+        y[i + 1] = WORDS(x[i], x[i + 1], HIGH_WORDS);
     }
     UNROLL for (int i = 0; i < LANES; i += 4) UNROLL for (int j = 0; j < 2; j++) {
-        x[i + 2 * j] = DOUBLES(y[i + j], y[i + j + 2], 0, 8, 2, 10, 4, 12, 6, 14);
-        x[i + 2 * j + 1] = DOUBLES(y[i + j], y[i + j + 2], 1, 9, 3, 11, 5, 13, 7, 15);
+        x[i + 2 * j] = DOUBLES(y[i + j], y[i + j + 2], LOW_DOUBLES);
+        x[i + 2 * j + 1] = DOUBLES(y[i + j], y[i + j + 2], HIGH_DOUBLES);
     }
-    UNROLL for (int h = 0; h < LANES; h += 8) UNROLL for (int j = 0; j < 4; j++) {
-        y[h + j] = DOUBLES(x[h + j], x[h + j + 4], 0, 1, 4, 5, 8, 9, 12, 13);
-        y[h + j + 4] = DOUBLES(x[h + j], x[h + j + 4], 2, 3, 6, 7, 10, 11, 14, 15);
+#if LANES > 4 /* x[i]: word i % 4 of every 128-bit lane, of rows i / 4 * 4 to i / 4 * 4 + 3 */
+    UNROLL for (int step = 4; step < LANES; step *= 2) {
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            int a = i / step * 2 * step + i % step, b = a + step;
+            y[a] = DOUBLES(x[a], x[b], EVEN_LANES);
+            y[b] = DOUBLES(x[a], x[b], ODD_LANES);
+        }
+        UNROLL for (int i = 0; i < LANES; i++) x[i] = y[i];
     }
-    UNROLL for (int j = 0; j < 4; j++) {
-        x[j] = DOUBLES(y[j], y[j + 8], 0, 1, 4, 5, 8, 9, 12, 13);
-        x[j + 8] = DOUBLES(y[j], y[j + 8], 2, 3, 6, 7, 10, 11, 14, 15);
-        x[j + 4] = DOUBLES(y[j + 4], y[j + 12], 0, 1, 4, 5, 8, 9, 12, 13);
-        x[j + 12] = DOUBLES(y[j + 4], y[j + 12], 2, 3, 6, 7, 10, 11, 14, 15);
-    }
+#endif
 }

@@ -20,6 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ SOURCES = ("kernels.c", "common.h", "attention.h", "tiles.inc", "rows.inc", "att
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi")
 COMPILERS = ("gcc", "cc")
 COMPILE_TIMEOUT_S = 300
+KEPT_LIBRARIES = 8  # of other versions, so that switching between two checkouts does not compile every time
+ABANDONED_S = 3600  # an unfinished library this old belongs to a process that was killed
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
@@ -50,8 +53,8 @@ def openmp_runtime() -> Path | None:
         return None
     paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if line.count("/")}
     found = [Path(path) for path in sorted(paths) if Path(path).name.split(".")[0].split("-")[0] in OPENMP_RUNTIMES]
-    bundled = [path for path in found if "torch" in path.parts or any("torch" in part for part in path.parts)]
-    return (bundled or found or [None])[0]
+    bundled = [path for path in found if any(part.startswith("torch") for part in path.parts)]
+    return next(iter(bundled + found), None)
 
 
 def _cpu_identity() -> str:
@@ -88,6 +91,14 @@ def _compile(compiler: str, link: list[str], target: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
+def _prune(folder: Path) -> None:
+    """Delete what killed compilations left and all but the newest libraries; those in use stay mapped."""
+    libraries = sorted(folder.glob("kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    unfinished = [path for path in folder.glob(".building-*") if time.time() - path.stat().st_mtime > ABANDONED_S]
+    for path in libraries[KEPT_LIBRARIES:] + unfinished:
+        path.unlink(missing_ok=True)
+
+
 def _private_folder(folder: Path) -> bool:
     """Make `folder` if needed; True when it is ours alone."""
     try:
@@ -95,7 +106,11 @@ def _private_folder(folder: Path) -> bool:
         status = folder.stat()
     except OSError:
         return False
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK)
+    return (
+        status.st_uid == os.getuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and os.access(folder, os.W_OK)
+    )
 
 
 def load(cache_folder: Path | None = None) -> ctypes.CDLL:
@@ -119,6 +134,7 @@ def load(cache_folder: Path | None = None) -> ctypes.CDLL:
     if _private_folder(folder):
         if not (folder / name).exists():
             _compile(compiler, link, folder / name)
+            _prune(folder)
         return _open(folder / name)
     with tempfile.TemporaryDirectory(prefix="tournant-kernels-") as own:
         _compile(compiler, link, Path(own) / name)

@@ -1,128 +1,143 @@
-/* Vectors of 16 floats, conversions between storage types and float32, and exponentials.
+/* Vectors of LANES floats, conversions between storage types and float32, exponentials.
  *
  * Everything here is lane-wise with a fixed sequence of operations, so a value's bits never depend on its neighbours.
- * Portable vector extensions; intrinsics appear only where GCC has no good code for a conversion, with equal bits.
+ * Portable vector extensions as wide as the CPU's registers; intrinsics appear only where GCC has no good code for a
+ * conversion, with equal bits.
  */
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")
+#define VECTOR(bytes) __attribute__((vector_size(bytes)))
 
-typedef float v16f __attribute__((vector_size(64)));
-typedef int32_t v16i __attribute__((vector_size(64)));
-typedef uint32_t v16u __attribute__((vector_size(64)));
-typedef uint16_t v16s __attribute__((vector_size(32)));
-typedef uint16_t v32s __attribute__((vector_size(64)));
-typedef _Float16 v16h __attribute__((vector_size(32)));
+typedef float vf VECTOR(4 * LANES);
+typedef int32_t vi VECTOR(4 * LANES);
+typedef uint32_t vu VECTOR(4 * LANES);
+typedef uint16_t vs VECTOR(2 * LANES);
+typedef uint16_t vp VECTOR(4 * LANES);
+typedef _Float16 vh VECTOR(2 * LANES);
 
 typedef uint16_t bf16;
 typedef _Float16 fp16;
 typedef float fp32;
 
-INLINE v16f splat(float x) { return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-INLINE v16u splat_u32(uint32_t x) { return (v16u){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-INLINE v16f select16(v16i mask, v16f a, v16f b) { return (v16f)(((v16i)a & mask) | ((v16i)b & ~mask)); }
-INLINE v16f max16(v16f a, v16f b) { /* a > b ? a : b */
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vu splat_u32(uint32_t x) { return x + (vu){}; }
+INLINE vi lane_numbers(void) {
+    static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi x;
+    memcpy(&x, numbers, sizeof x);
+    return x;
+}
+INLINE vf vselect(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf vmax(vf a, vf b) { /* a > b ? a : b */
 #ifdef __AVX512F__
-    return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return select16(a > b, a, b);
+    return vselect(a > b, a, b);
 #endif
 }
 
-INLINE v16f load_fp32(const fp32 *p) {
-    v16f x;
+INLINE vf load_fp32(const fp32 *p) {
+    vf x;
     memcpy(&x, p, sizeof x);
     return x;
 }
-INLINE void store_fp32(fp32 *p, v16f x) { memcpy(p, &x, sizeof x); }
-INLINE v16u load_u32(const uint32_t *p) {
-    v16u x;
+INLINE void store_fp32(fp32 *p, vf x) { memcpy(p, &x, sizeof x); }
+INLINE vu load_u32(const uint32_t *p) {
+    vu x;
     memcpy(&x, p, sizeof x);
     return x;
 }
-INLINE void store_u32(uint32_t *p, v16u x) { memcpy(p, &x, sizeof x); }
+INLINE void store_u32(uint32_t *p, vu x) { memcpy(p, &x, sizeof x); }
 
-INLINE v16f load_bf16(const bf16 *p) {
+INLINE vf load_bf16(const bf16 *p) {
 #ifdef __AVX512F__
-    return (v16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 #else
-    v16s x;
+    vs x;
     memcpy(&x, p, sizeof x);
-    return (v16f)(__builtin_convertvector(x, v16u) << 16);
+    return (vf)(__builtin_convertvector(x, vu) << 16);
 #endif
 }
-/* Round to nearest, ties to even; NaN stays NaN. Result in the upper halves of the lanes. */
-INLINE v16u round_bf16(v16f x) {
-    v16u bits = (v16u)x;
-    v16u rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    v16u is_nan = (v16u)(x != x);
-    return (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
-}
-INLINE void store_bf16(bf16 *p, v16f x) {
-    v16u upper = round_bf16(x) >> 16;
+/* Rounds to nearest, ties to even; NaN stays NaN. */
+INLINE void store_bf16(bf16 *p, vf x) {
+    vu bits = (vu)x, is_nan = (vu)(x != x);
+    vu rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    vu upper = ((rounded & ~is_nan) | ((bits | 0x400000u) & is_nan)) >> 16;
 #ifdef __AVX512F__
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)upper));
 #else
-    v16s half = __builtin_convertvector(upper, v16s);
+    vs half = __builtin_convertvector(upper, vs);
     memcpy(p, &half, sizeof half);
 #endif
 }
-INLINE v16f load_fp16(const fp16 *p) {
-#ifdef __AVX512F__
-    return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+INLINE vf load_fp16(const fp16 *p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-    v16h x;
+    vh x;
     memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, v16f);
+    return __builtin_convertvector(x, vf);
 #endif
 }
-INLINE void store_fp16(fp16 *p, v16f x) {
-#ifdef __AVX512F__
+INLINE void store_fp16(fp16 *p, vf x) {
+#if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-    v16h half = __builtin_convertvector(x, v16h);
+    vh half = __builtin_convertvector(x, vh);
     memcpy(p, &half, sizeof half);
 #endif
 }
 
 /* Sum and maximum over the lanes, always in the same tree. */
-INLINE float sum_lanes(v16f x) {
-    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
-    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
-    x += __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
-    return x[0] + x[1];
+INLINE float sum_lanes(vf x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof x);
+    UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
 }
-INLINE float max_lanes(v16f x) {
-    x = max16(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
-    x = max16(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
-    x = max16(x, __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
-    return x[0] > x[1] ? x[0] : x[1];
+INLINE float max_lanes(vf x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof x);
+    UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++)
+        part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
+    return part[0];
 }
 
 #define ROUND_MAGIC 12582912.0f /* 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer in the low mantissa bits */
 
 /* e^x, relative error below 2e-7; x is clamped to [-87, 88]. Taylor of degree 6 on |r| <= ln2 / 2. */
-INLINE v16f exp16(v16f x) {
-    x = max16(x, splat(-87.0f));
-    x = -max16(-x, splat(-88.0f));
-    v16f shifted = x * splat(1.44269504f) + splat(ROUND_MAGIC);
-    v16f n = shifted - splat(ROUND_MAGIC);
-    v16f r = x - n * splat(0.693145752f);
+INLINE vf vexp(vf x) {
+    x = vmax(x, splat(-87.0f));
+    x = -vmax(-x, splat(-88.0f));
+    vf shifted = x * splat(1.44269504f) + splat(ROUND_MAGIC);
+    vf n = shifted - splat(ROUND_MAGIC);
+    vf r = x - n * splat(0.693145752f); /* ln2 in two parts, the first exact when multiplied by n */
     r = r - n * splat(1.42860677e-6f);
-    v16f p = splat(1.0f / 720);
+    vf p = splat(1.0f / 720);
     p = p * r + splat(1.0f / 120);
     p = p * r + splat(1.0f / 24);
     p = p * r + splat(1.0f / 6);
     p = p * r + splat(0.5f);
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
-    return (v16f)((v16i)p + ((v16i)shifted << 23));
+    return (vf)((vi)p + ((vi)shifted << 23));
 }

@@ -35,19 +35,19 @@ int64_t first_bad_row(const struct store *s) {
 
 #define FORM wide
 #define WORD_ELEMENTS 1
-#define MULTIPLY_ADD(acc, x, y) ((acc) + (v16f)(x) * (v16f)(y))
+#define MULTIPLY_ADD(acc, x, y) ((acc) + (vf)(x) * (vf)(y))
 #include "tiles.inc"
 
 #ifdef __AVX512BF16__
 #define FORM pair
 #define WORD_ELEMENTS 2
-#define MULTIPLY_ADD(acc, x, y) ((v16f)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)(x), (__m512bh)(y)))
+#define MULTIPLY_ADD(acc, x, y) ((vf)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)(x), (__m512bh)(y)))
 #include "tiles.inc"
 #endif
 
 #define T fp32
 #define PAIR 0
-INLINE v16f load_part_fp32(const fp32 *p, int count);
+INLINE vf load_part_fp32(const fp32 *p, int count);
 #include "rows.inc"
 #include "attention.inc"
 #undef T

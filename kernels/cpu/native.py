@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tournant.kernels.plan import AttentionPlan
+from tournant.kernels.reference import row_error
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -43,13 +44,13 @@ class NativeKernels:
     """The C back end; one instance per process. Methods mirror the functions of `reference`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        def functions(name: str, *argtypes: Any) -> dict[torch.dtype, Any]:
-            return {dtype: function(f"{name}_{suffix}", None, *argtypes) for dtype, suffix in SUFFIXES.items()}
-
         def function(name: str, restype: Any, *argtypes: Any) -> Any:
             found = getattr(library, name)
             found.restype, found.argtypes = restype, argtypes
             return found
+
+        def functions(name: str, *argtypes: Any) -> dict[torch.dtype, Any]:
+            return {dtype: function(f"{name}_{suffix}", None, *argtypes) for dtype, suffix in SUFFIXES.items()}
 
         self._rms_norm = functions("rms_norm", _P, _P, _P, _P, _Q, _Q, _Q, _D, _I)
         self._silu_mul = functions("silu_mul", _P, _P, _Q, _Q, _Q, _I)
@@ -144,11 +145,7 @@ class NativeKernels:
         )
         bad = self._first_bad_row(packed)
         if bad >= 0:
-            position = "" if positions is None else f" at position {int(positions[bad])}"
-            limits = f"slots -1 to {num_blocks * block_tokens - 1}"
-            if cos_sin is not None:
-                limits += f" and positions 0 to {cos_sin.shape[0] - 1}"
-            raise ValueError(f"row {bad} has slot {int(slot_mapping[bad])}{position}; allowed are {limits}")
+            raise row_error(bad, slot_mapping, kv_cache, positions, cos_sin)
         self._store_kv[k.dtype](packed)
 
     def copy_blocks(self, kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -69,8 +69,8 @@ class Call:
 
 
 def start(app: AsgiApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None,
-          scope: Mapping[str, Any] | None = None) -> Call:
-    """Begin a request. body: bytes as they are, anything else as JSON."""
+          scope: Mapping[str, Any] | None = None, broken: bool = False) -> Call:
+    """Begin a request. body: bytes as they are, anything else as JSON; broken: sending fails."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     raw = {"content-type": "application/json", "content-length": str(len(data))} | dict(headers or {})
     full: Scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": "",
@@ -87,6 +87,8 @@ def start(app: AsgiApp, method: str, path: str, body: object = None, headers: Ma
 
     async def send(message: MutableMapping[str, Any]) -> None:
         await can_send.wait()
+        if broken:
+            raise BrokenPipeError
         call.sent.append(message)
 
     call = Call(asyncio.ensure_future(app(full, receive, send)), gone, can_send)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import codecs
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -55,6 +55,19 @@ def test_any_grouping_gives_the_naive_text(tokenizer: Tokenizer, tokens: list[in
     expected, stop = naive(tokenizer, tokens, params)
     assert ("".join(pieces), detokenizer.stopped) == (expected, stop)
     assert detokenizer.num_emitted == len(expected)
+
+
+@pytest.mark.parametrize("stops", [("ab",), ("aab",), ("aa", "aba"), ("b", "ab", "aab"), ("abab", "ba"), ("aaa", "a")])
+def test_all_short_texts_give_the_naive_text(tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+    """Every text of up to seven letters, by one letter or by three a token."""
+    for length in range(8):
+        for letters in product(b"ab", repeat=length):
+            tokens = [260 if token == ord("b") and place == 2 else token for place, token in enumerate(letters)]
+            for min_tokens, include in ((0, False), (0, True), (2, False), (3, False)):
+                params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
+                detokenizer = Detokenizer(tokenizer, params)
+                text = "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.finish()
+                assert (text, detokenizer.stopped) == naive(tokenizer, tokens, params), (tokens, params)
 
 
 @given(tokens=TOKENS)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +15,11 @@ from tests.helpers.tiny_model import EOS_ID, IM_END_ID, IM_START_ID
 from tournant.cluster.metrics import RequestRecord
 from tournant.deploy.errors import GenerationFailed, PromptTooLong, RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions
-from tournant.deploy.generation import Delta, GenerationStream
+from tournant.deploy.generation import CompletedAnswer, Delta, GenerationStream
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.block import key_chain
 from tournant.workers.errors import EngineDeadError, Overloaded
+from tournant.workers.messages import RequestOutput
 from tournant.workers.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -305,6 +308,13 @@ async def test_a_request_that_the_engine_gives_up_fails_alone(tokenizer: Tokeniz
         await stream.collect()
     assert caught.value.kind == "engine_error"
     assert (frontend.num_outstanding, engine.running) == (0, [])
+    collecting = asyncio.ensure_future(frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=2)).collect())
+    await settle()
+    first = engine.running[0]
+    first.sink(RequestOutput(first.request.request_id, 0, [], "error", error="another block was lost"))
+    with pytest.raises(GenerationFailed, match="another block was lost"):
+        await collecting  # without waiting for the answer that goes on
+    assert (frontend.num_outstanding, engine.running) == (0, [])
     task = asyncio.ensure_future(frontend.generate("hi", GREEDY))
     await settle()
     engine.step(4)
@@ -367,6 +377,34 @@ async def test_logprobs_follow_the_text_and_stop_where_it_does(tokenizer: Tokeni
             for index in (0, 1)}
     assert said == {0: list(b"ab"), 1: [*b"xy", EOS_ID]}  # no token of the stop string; one entry for the end
     assert (deltas[0].logprobs or [])[0][1].top == [(97, -0.5), (98, -1.5)]
+
+
+@pytest.mark.parametrize(("tokens", "stop", "text", "logged"), [
+    ([97, 98, 99], "b", "a", [97]), ([97, 261, 98], "b", "aa", [97, 261]), ([97, 261, 98], "bab", "aa", [97, 261]),
+    ([97, 261, 98], "abab", "a", [97]),
+])
+def test_logprobs_at_a_stop_string_are_those_of_the_text(tokenizer: Tokenizer, tokens: list[int], stop: str, text: str,
+                                                         logged: list[int]) -> None:
+    """A token that is cut in two keeps its entry."""
+    async def ask() -> CompletedAnswer:
+        frontend = Frontend(tokenizer, FakeEngineClient(lambda request, index: tokens, auto=True))
+        return (await frontend.generate("x", SamplingParams(temperature=0.0, logprobs=0, stop=(stop,)))).answers[0]
+
+    assert tokenizer.token_bytes(261) == b"aba"
+    answer = asyncio.run(ask())
+    assert (answer.text, [token for token, _ in answer.logprobs or []]) == (text, logged)
+
+
+@async_test
+async def test_nothing_holds_a_stream_that_is_over(tokenizer: Tokenizer) -> None:
+    frontend, engine = make(tokenizer, "ab")
+    stream = frontend.submit(PROMPT, GREEDY)
+    engine.step(3)
+    await read(stream)
+    watched = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert watched() is None  # least of all its timer, for ten minutes
 
 
 @async_test

@@ -3,63 +3,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
-import httpx
-import openai
 import pytest
-import uvicorn
 
-from tests.deploy.asgi_client import Call, fetch, start
+from tests.deploy.asgi_client import fetch, start
 from tests.deploy.async_test import async_test, settle
-from tests.deploy.fake_engine import FakeEngineClient, make_info
+from tests.deploy.fake_engine import FakeEngineClient
+from tests.deploy.fake_server import ASK, CHAT, COMPLETIONS, MESSAGES, PROMPT, content, error_of, make
 from tests.helpers.tiny_model import BOS_ID
-from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
-from tournant.deploy.frontend import Frontend, FrontendOptions
-from tournant.deploy.http_server import VERSION, AsgiApp, HttpOptions, build_http_app, uvicorn_config
+from tournant.deploy.frontend import FrontendOptions
+from tournant.deploy.http_server import VERSION
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.messages import TokenLogprobs
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "What is it?"}]
-ASK = {"messages": MESSAGES, "temperature": 0}
-PROMPT = {"prompt": "hi", "temperature": 0}
-
-
-@dataclass
-class Server:
-    """An application over a fake engine."""
-
-    app: AsgiApp
-    engine: FakeEngineClient
-    frontend: Frontend
-
-
-def make(tokenizer: Tokenizer, *texts: str, options: FrontendOptions | None = None,
-         info: dict[str, object] | None = None, http: dict[str, Any] | None = None, **engine: Any) -> Server:
-    answers = [list(text.encode()) for text in texts]
-    client = FakeEngineClient(lambda request, index: answers[index % len(answers)], make_info(**(info or {})),
-                              **({"auto": True} | engine))
-    backend = PrometheusBackend()
-    metrics = MetricsRegistry("m", backend)
-    frontend = Frontend(tokenizer, client, options, metrics.record_request)
-    app = build_http_app(lambda: frontend, HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))),
-                         metrics, backend)
-    return Server(app, client, frontend)
-
-
-def content(events: Sequence[dict[str, Any]], index: int = 0) -> str:
-    """Text of one answer of a stream, of either API."""
-    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
-
-
-# ---------------------------------------------------------------- answers
 
 
 @async_test
@@ -234,6 +190,23 @@ async def test_a_slow_client_gets_joined_events(tokenizer: Tokenizer) -> None:
     assert [event["choices"][0]["text"] for event in call.events] == ["a", "b", "cdefgh"]
 
 
+@async_test
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_slow_client_that_counts_tokens_gets_each(tokenizer: Tokenizer, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    server = make(tokenizer, "abcd", auto=False)
+    body = (ASK if path == CHAT else PROMPT) | {"stream": True, "stream_options": options}
+    call = start(server.app, "POST", path, body)
+    await settle()
+    call.stop_reading()
+    for _ in range(5):
+        server.engine.step()
+        await settle()
+    call.read_on()
+    await call.task
+    assert [event["usage"]["completion_tokens"] for event in call.events] == [1, 2, 3, 4, 5, 5]
+
+
 # ---------------------------------------------------------------- clients that go away
 
 
@@ -267,6 +240,19 @@ async def test_a_server_that_drops_a_request_stops_its_work(tokenizer: Tokenizer
 
 
 @async_test
+async def test_a_connection_that_breaks_while_sending_stops_its_work(tokenizer: Tokenizer,
+                                                                     caplog: pytest.LogCaptureFixture) -> None:
+    server = make(tokenizer, "abcdefgh", auto=False)
+    call = start(server.app, "POST", CHAT, ASK | {"stream": True}, broken=True)
+    await settle()
+    server.engine.step()
+    await call.task
+    assert caplog.messages == []  # nothing of ours failed
+    assert server.engine.running == []
+    assert server.frontend.num_outstanding == 0
+
+
+@async_test
 async def test_a_client_gone_before_its_body_arrived(tokenizer: Tokenizer) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
@@ -276,154 +262,6 @@ async def test_a_client_gone_before_its_body_arrived(tokenizer: Tokenizer) -> No
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
     await make(tokenizer, "a").app(scope, receive, send)
-
-
-# ---------------------------------------------------------------- errors
-
-
-async def error_of(server: Server, path: str, body: object, method: str = "POST",
-                   headers: dict[str, str] | None = None) -> tuple[Call, dict[str, Any]]:
-    call = await fetch(server.app, method, path, body, headers)
-    return call, call.error
-
-
-@async_test
-async def test_errors_before_an_engine_hears_of_it(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "a")
-    long = [1] * 256
-    for path, body, status, param, code in (
-        (CHAT, ASK | {"model": "gpt-9"}, 404, "model", "model_not_found"),
-        (CHAT, ASK | {"temprature": 1}, 400, "temprature", "unknown_field"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", None),
-        (CHAT, ASK | {"chat_template_kwargs": {"chat_template": "x"}}, 400, "messages", None),
-        (CHAT, ASK | {"logit_bias": {"512": 1}}, 400, "logit_bias", None),
-        (COMPLETIONS, PROMPT | {"prompt": long}, 400, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, PROMPT | {"prompt": [["x"]]}, 400, "prompt", None),
-        (COMPLETIONS, PROMPT | {"prompt": ""}, 400, "prompt", None),
-        (COMPLETIONS, PROMPT | {"prompt": [700]}, 400, "prompt", None),
-        (COMPLETIONS, PROMPT | {"n": 17}, 400, "n", None),
-        (COMPLETIONS, b"{", 400, None, "invalid_json"),
-        ("/v1/embeddings", {}, 404, None, "not_found"),
-        ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model", "model_not_found"),
-        ("/detokenize", {"tokens": [512]}, 400, "tokens", None),
-    ):
-        call, error = await error_of(server, path, body)
-        assert (call.status, error["param"], error["code"]) == (status, param, code), body
-        assert error["type"] == "invalid_request_error"
-    assert server.engine.submitted == []
-
-
-@async_test
-async def test_errors_of_http_itself(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "a", http={"max_body_bytes": 5000})
-    call, _ = await error_of(server, CHAT, None, method="GET")
-    assert (call.status, call.headers["allow"]) == (405, "POST")
-    assert (await error_of(server, "/v1/models", {}))[0].status == 405
-    assert (await error_of(server, CHAT, b"x" * 5001))[0].status == 413
-    assert (await error_of(server, CHAT, b"x" * 5001, headers={"content-length": "1"}))[0].status == 413
-    assert (await error_of(server, CHAT, b"{}", headers={"content-length": "9" * 5000}))[0].status == 413
-    assert (await error_of(server, CHAT, b"a=b", headers={"content-type": "text/plain"}))[0].status == 415
-    charset = {"content-type": "application/json; charset=utf-8"}
-    assert (await fetch(server.app, "POST", CHAT, ASK, charset)).status == 200
-
-
-@async_test
-@pytest.mark.case(49)
-async def test_a_bad_logit_bias_harms_nobody_else(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "ab")
-    for bias in ("AI", "", "1.5"):
-        assert (await error_of(server, COMPLETIONS, PROMPT | {"logit_bias": {bias: 1}}))[0].status == 400
-    for value in (float("nan"), 1e9, None):
-        assert (await error_of(server, COMPLETIONS, PROMPT | {"logit_bias": {"1": value}}))[0].status == 400
-    assert (await fetch(server.app, "POST", COMPLETIONS, PROMPT)).json["choices"][0]["text"] == "ab"
-
-
-@async_test
-@pytest.mark.case(57)
-async def test_overflow_is_answered_with_429(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "ab", auto=False)
-    calls = [start(server.app, "POST", COMPLETIONS, PROMPT | {"stream": place % 2 == 1}) for place in range(400)]
-    await settle()
-    while server.engine.running:
-        server.engine.step()
-        await settle()
-    await asyncio.gather(*(call.task for call in calls))
-    assert sorted(call.status for call in calls) == [200] * 16 + [429] * 384
-    refused = next(call for call in calls if call.status == 429)
-    assert (refused.headers["retry-after"], refused.error["type"]) == ("1", "rate_limit_error")
-
-
-@async_test
-async def test_open_requests_are_bounded_whatever_they_do(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "ab", auto=False, http={"max_concurrent_requests": 1})
-    waiting = start(server.app, "POST", COMPLETIONS, PROMPT)
-    await settle()
-    assert (await fetch(server.app, "GET", "/version")).status == 429
-    waiting.disconnect()
-    await waiting.task
-    assert (await fetch(server.app, "GET", "/version")).status == 200
-
-
-@async_test
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_fails_before_the_first_token(tokenizer: Tokenizer, stream: bool) -> None:
-    for fault, status, code in ((FakeEngineClient.die, 503, "engine_dead"),
-                                (lambda engine: engine.fail("x"), 500, "engine_error")):
-        server = make(tokenizer, "abc", auto=False)
-        call = start(server.app, "POST", CHAT, ASK | {"stream": stream})
-        await settle()
-        fault(server.engine)
-        await call.task
-        assert (call.status, call.error["code"]) == (status, code)
-    server.engine.die()
-    call = await fetch(server.app, "POST", CHAT, ASK | {"stream": stream})
-    assert (call.status, call.error["code"], call.headers["retry-after"]) == (503, "engine_dead", "1")
-
-
-@async_test
-async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_event(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "abc", auto=False)
-    call = start(server.app, "POST", CHAT, ASK | {"stream": True})
-    await settle()
-    server.engine.step()
-    await settle()
-    server.engine.step()
-    server.engine.die()
-    await call.task
-    assert call.finished
-    assert content(call.events[:-1]) == "ab"
-    assert call.events[-1]["error"]["code"] == "engine_dead"
-
-
-@async_test
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_time_limit_of_a_request(tokenizer: Tokenizer, stream: bool) -> None:
-    server = make(tokenizer, "abc", auto=False, options=FrontendOptions(request_timeout_s=0.01))
-    call, error = await error_of(server, CHAT, ASK | {"stream": stream})
-    assert (call.status, error["type"], error["code"]) == (504, "timeout_error", "timeout")
-    assert server.engine.running == []
-
-
-@async_test
-async def test_a_fault_of_ours_is_a_500_that_tells_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
-                                                           caplog: pytest.LogCaptureFixture) -> None:
-    server = make(tokenizer, "abc")
-    monkeypatch.setattr(server.frontend, "submit", lambda *args, **kwargs: 1 / 0)
-    call, error = await error_of(server, CHAT, ASK)
-    assert (call.status, error["code"]) == (500, "internal_error")
-    assert "division" not in error["message"]
-    assert "ZeroDivisionError" in caplog.text
-    assert call.headers["x-request-id"] in caplog.text
-
-
-@async_test
-async def test_without_a_frontend_everything_is_503(tokenizer: Tokenizer) -> None:
-    backend = PrometheusBackend()
-    app = build_http_app(lambda: None, HttpOptions(("m",)), MetricsRegistry("m", backend), backend)
-    for method, path, body in (("POST", CHAT, ASK), ("GET", "/health", None), ("GET", "/v1/models", None)):
-        call = await fetch(app, method, path, body)
-        assert (call.status, call.error["code"]) == (503, "not_ready")
-    assert (await fetch(app, "GET", "/metrics")).status == 200
 
 
 # ---------------------------------------------------------------- the other routes
@@ -531,108 +369,3 @@ async def test_lifespan_and_websockets(tokenizer: Tokenizer) -> None:
     await app({"type": "lifespan"}, receive, send)
     await app({"type": "websocket"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
-
-
-# ---------------------------------------------------------------- real server, real client
-
-
-@contextmanager
-def listening(app: AsgiApp) -> Iterator[str]:
-    """The application under uvicorn on a free port; gives its address."""
-    server = uvicorn.Server(uvicorn_config(app, "127.0.0.1", 0))
-    thread = Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started and thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def served(tokenizer: Tokenizer) -> Iterator[tuple[Server, str]]:
-    server = make(tokenizer, "The capital is Paris 👋")
-    with listening(server.app) as address:
-        yield server, address
-
-
-@pytest.fixture
-def client(served: tuple[Server, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served[1] + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_openai_chat(client: openai.OpenAI) -> None:
-    messages: Any = MESSAGES
-    answer = client.chat.completions.create(model="m", messages=messages, temperature=0, logprobs=True, top_logprobs=2)
-    assert answer.choices[0].message.content == "The capital is Paris 👋"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.choices[0].logprobs is not None
-    chunks = list(client.chat.completions.create(model="m", messages=messages, temperature=0, stream=True,
-                                                 stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer.choices[0].message.content
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].usage == answer.usage
-
-
-def test_openai_completions(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="m", prompt=["a", "b"], n=2, max_tokens=3, temperature=0, logprobs=1)
-    assert [(choice.index, choice.text) for choice in answer.choices] == [(place, "The") for place in range(4)]
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.text_offset == [0, 1, 2]
-    chunks = list(client.completions.create(model="m", prompt=[1, 2], max_tokens=3, temperature=0, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "The"
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-def test_openai_models_and_errors(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["m", "alias"]
-    assert client.models.retrieve("alias").id == "alias"
-    messages: Any = MESSAGES
-    calls: list[tuple[type[openai.APIStatusError], Callable[[], object]]] = [
-        (openai.NotFoundError, lambda: client.chat.completions.create(model="x", messages=messages)),
-        (openai.BadRequestError, lambda: client.chat.completions.create(model="m", messages=messages, temperature=-1)),
-    ]
-    for kind, call in calls:
-        with pytest.raises(kind) as caught:
-            call()
-        assert caught.value.response.headers["x-request-id"]
-        assert caught.value.body is not None
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        client.chat.completions.create(model="m", messages=messages, tools=[
-            {"type": "function", "function": {"name": "f"}}])
-
-
-def test_a_socket_that_closes_stops_the_work(tokenizer: Tokenizer) -> None:
-    """Through uvicorn: the engine has no answer of a client whose connection is gone."""
-    server = make(tokenizer, "x" * 5000, info={"max_model_len": 8192, "pool_tokens": 8192}, stuck=True)
-    with listening(server.app) as address:
-        for stream in (False, True):
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(address + COMPLETIONS, json=PROMPT | {"max_tokens": 5000, "stream": stream},
-                           timeout=httpx.Timeout(5, read=0.2))
-            deadline = time.monotonic() + 10
-            while server.frontend.num_outstanding and time.monotonic() < deadline:
-                httpx.get(address + "/version")
-            assert server.engine.running == []
-        assert len(server.engine.submitted) == 2
-
-
-def test_a_stop_in_the_middle_of_a_stream_over_a_socket(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "x" * 7000, info={"max_model_len": 8192, "pool_tokens": 8192})
-    with listening(server.app) as address, httpx.Client() as client:
-        body = PROMPT | {"max_tokens": 7000, "stream": True, "ignore_eos": True}
-        with client.stream("POST", address + COMPLETIONS, json=body) as response:
-            for line in response.iter_lines():
-                if line:
-                    break
-        deadline = time.monotonic() + 10
-        while server.frontend.num_outstanding and time.monotonic() < deadline:
-            client.get(address + "/version")
-        assert server.engine.running == []

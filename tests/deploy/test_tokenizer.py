@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.deploy.async_test import async_test
-from tests.helpers.tiny_model import BOS_ID, IM_END_ID, IM_START_ID
+from tests.helpers.tiny_model import BOS_ID, CHAT_TEMPLATE, IM_END_ID, IM_START_ID, build_tiny_model
 from tournant.deploy.tokenizer import INLINE_CHARS, Tokenizer
 from tournant.workers.errors import ModelFormatError
 from tournant.workers.model_files import resolve_model
@@ -62,6 +62,16 @@ def test_a_chat_template_with_a_begin_token_gets_no_second_one(bos_tokenizer: To
     token_ids = bos_tokenizer.apply_chat(CHAT)
     assert token_ids.count(BOS_ID) == 1
     assert token_ids[0] == BOS_ID
+
+
+@async_test
+async def test_a_chat_template_without_a_begin_token_gets_none(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, add_bos=True, hidden=16, num_heads=1, num_kv_heads=1, head_size=16)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    loaded.chat_template = CHAT_TEMPLATE
+    tokenizer = Tokenizer(loaded)
+    assert tokenizer.encode("hi")[0] == BOS_ID
+    assert tokenizer.apply_chat(CHAT)[0] == (await tokenizer.apply_chat_async(CHAT))[0] == IM_START_ID
 
 
 def test_chat_is_what_the_template_says(tokenizer: Tokenizer) -> None:

@@ -67,8 +67,17 @@ def test_layout_id_depends_on_the_form_of_a_block_and_not_on_the_part() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_layers", 0), ("num_kv_heads", 0), ("block_tokens", 4), ("block_tokens", 24), ("block_tokens", 512)]
-    + [("head_size", 0), ("head_size", 72), ("head_size", 272), ("dtype", torch.float64)],
+    [
+        ("num_layers", 0),
+        ("num_kv_heads", 0),
+        ("block_tokens", 4),
+        ("block_tokens", 24),
+        ("block_tokens", 512),
+        ("head_size", 0),
+        ("head_size", 72),
+        ("head_size", 272),
+        ("dtype", torch.float64),
+    ],
 )
 def test_impossible_layouts_are_refused_by_value(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=str(value)):

@@ -1,0 +1,180 @@
+"""Offline use without Ray: `LLM(model).generate(prompts)` and `.chat(messages)`.
+
+Owns an event loop in a thread of its own, on which a frontend speaks to an engine process, and the feeding of prompts
+through a window, so that more of them than the engine's queue holds are no overload. Not for several threads at once.
+
+Invariants:
+ 1. Results come in the order of the prompts, or the first error is raised and nothing of the call runs on.
+ 2. The engine process ends with `close`, with the LLM object, and with the interpreter, whichever is first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tournant.deploy.config import ADVANCED_KEYS, parse_config
+from tournant.deploy.errors import RequestError
+from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
+from tournant.deploy.generation import CompletedAnswer
+from tournant.deploy.startup import start_engine
+from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.errors import EngineDeadError
+from tournant.workers.sampling_params import SamplingParams
+
+NO_TIMEOUT_S = 7 * 86400.0
+CLOSE_TIMEOUT_S = 30.0
+Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """The answers to one prompt.
+
+    prompt: the text, None when token ids or messages were given; outputs: one `CompletedAnswer` per n, with text,
+    token_ids, finish_reason, stop_reason and logprobs; cached_tokens: prompt tokens taken from the KV cache.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletedAnswer]
+    cached_tokens: int
+
+
+class LLM:
+    """A model in a process of its own, for this one.
+
+    model: folder, .gguf file or hub id, None = SmolLM2-135M-Instruct; cache_dir: where conversions are kept; the rest
+    are fields of EngineConfig. Raises ConfigError, ModelFormatError or EngineDeadError; no process is left then.
+    """
+
+    def __init__(self, model: str | None = None, *, cache_dir: str | None = None, **engine_fields: Any) -> None:
+        args: dict[str, Any] = {"engine": {}, "advanced": {}, "model": model, "cache_dir": cache_dir}
+        for name, value in engine_fields.items():
+            args["advanced" if name in ADVANCED_KEYS else "engine"][name] = value
+        self._config = parse_config(args)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True, name="llm")
+        thread.start()
+        self._loop = loop
+        engines: list[ProcessEngineClient] = []
+        self._close = weakref.finalize(self, _end, engines, loop, thread)  # runs at the interpreter's exit too
+        try:
+            _, tokenizer, engine = self._run(start_engine(self._config))
+        except BaseException:
+            self._close()
+            raise
+        engines.append(engine)
+        options = FrontendOptions(NO_TIMEOUT_S, self._config.engine.enable_prefix_caching)
+        self._frontend = Frontend(tokenizer, engine, options)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """Answers to one text, several texts, or several lists of token ids; use_tqdm: show a progress bar.
+
+        sampling_params: one for all or one per prompt; None = the defaults. Raises RequestError for a prompt that can
+        never be served, GenerationFailed and EngineDeadError when the engine fails.
+        """
+        return self._answer([prompts] if isinstance(prompts, str) else list(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """Answers to one conversation (a list of messages) or to several; the rest as in `generate`."""
+        one = all(isinstance(message, Mapping) for message in messages)
+        conversations: list[Any] = [list(messages)] if one else list(messages)
+        return self._answer(conversations, sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        """End the engine process. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _answer(self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+                use_tqdm: bool) -> list[PromptOutput]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(f"there are {len(sampling_params)} sampling_params for {len(prompts)} prompts", "n")
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, disable=not use_tqdm) as progress:
+            bar = progress.add_task("answers", total=len(prompts))
+            pairs = list(zip(prompts, sampling_params, strict=True))
+            return self._run(_answer_all(self._frontend, pairs, lambda: progress.advance(bar)))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and wait; Ctrl-C here cancels it there."""
+        if not self._close.alive:
+            work.close()
+            raise EngineDeadError("this LLM is closed; make a new one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _answer_all(frontend: Frontend, pairs: list[tuple[Prompt, SamplingParams]],
+                      done: Callable[[], None]) -> list[PromptOutput]:
+    """As many feeders as keep the engine busy, each taking the next prompt once its last one is answered."""
+    info = frontend.engine.info
+    outputs: list[PromptOutput | None] = [None] * len(pairs)
+    widest = max((params.n for _, params in pairs), default=1)
+    window = min(2 * info.max_num_seqs, info.max_num_seqs + info.max_queued_requests) // widest
+    queue = iter(enumerate(pairs))
+    num_feeders = min(max(1, window), len(pairs))
+    feeders = [asyncio.create_task(_feed(frontend, queue, outputs, done)) for _ in range(num_feeders)]
+    try:
+        await asyncio.gather(*feeders)
+    finally:
+        for feeder in feeders:
+            feeder.cancel()
+        await asyncio.gather(*feeders, return_exceptions=True)
+    return [output for output in outputs if output is not None]
+
+
+async def _feed(frontend: Frontend, queue: Iterator[tuple[int, tuple[Prompt, SamplingParams]]],
+                outputs: list[PromptOutput | None], done: Callable[[], None]) -> None:
+    for place, (prompt, params) in queue:
+        token_ids = await frontend.encode_prompt(prompt)
+        completion = await frontend.submit(token_ids, params).collect()
+        text = prompt if isinstance(prompt, str) else None
+        outputs[place] = PromptOutput(text, token_ids, completion.answers, completion.usage.cached_tokens)
+        done()
+
+
+def _end(engines: list[ProcessEngineClient], loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    for engine in engines:
+        try:
+            asyncio.run_coroutine_threadsafe(engine.close(), loop).result(CLOSE_TIMEOUT_S)
+        except (TimeoutError, RuntimeError):  # at the interpreter's exit no thread can be started to wait in
+            engine.process.kill()
+            engine.process.wait()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(CLOSE_TIMEOUT_S)
+    if not thread.is_alive():
+        loop.close()

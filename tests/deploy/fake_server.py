@@ -1,0 +1,54 @@
+"""The HTTP application over a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.deploy.asgi_client import Call, fetch
+from tests.deploy.fake_engine import FakeEngineClient, make_info
+from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
+from tournant.deploy.frontend import Frontend, FrontendOptions
+from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
+from tournant.deploy.tokenizer import Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "What is it?"}]
+ASK = {"messages": MESSAGES, "temperature": 0}
+PROMPT = {"prompt": "hi", "temperature": 0}
+
+
+@dataclass
+class Server:
+    """An application over a fake engine."""
+
+    app: AsgiApp
+    engine: FakeEngineClient
+    frontend: Frontend
+
+
+def make(tokenizer: Tokenizer, *texts: str, options: FrontendOptions | None = None,
+         info: dict[str, object] | None = None, http: dict[str, Any] | None = None, **engine: Any) -> Server:
+    answers = [list(text.encode()) for text in texts]
+    client = FakeEngineClient(lambda request, index: answers[index % len(answers)], make_info(**(info or {})),
+                              **({"auto": True} | engine))
+    backend = PrometheusBackend()
+    metrics = MetricsRegistry("m", backend)
+    frontend = Frontend(tokenizer, client, options, metrics.record_request)
+    app = build_http_app(lambda: frontend, HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))),
+                         metrics, backend)
+    return Server(app, client, frontend)
+
+
+def content(events: Sequence[dict[str, Any]], index: int = 0) -> str:
+    """Text of one answer of a stream, of either API."""
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+async def error_of(server: Server, path: str, body: object, method: str = "POST",
+                   headers: dict[str, str] | None = None) -> tuple[Call, dict[str, Any]]:
+    """A whole request and the error it must end in."""
+    call = await fetch(server.app, method, path, body, headers)
+    return call, call.error
