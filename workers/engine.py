@@ -21,7 +21,7 @@ from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.scheduler import Scheduler
-from tournant.workers.sequence import Sequence
+from tournant.workers.sequence import RopeSwitch, Sequence
 
 
 class Runner(Protocol):
@@ -87,7 +87,7 @@ class Engine:
                 num_prompt + wanted,
                 seed,
                 request.namespace_digest,
-                info.max_model_len if info.is_long(num_prompt) else 0,
+                self._rope_switch(request),
                 time.monotonic(),
                 fork_of=sequences[0] if sequences else None,
             )
@@ -130,6 +130,14 @@ class Engine:
         if request.request_id in self._sequences:
             return f"request id {request.request_id} is in use"
         return None
+
+    def _rope_switch(self, request: EngineRequest) -> RopeSwitch | None:
+        """Where a sequence of this request changes to the long frequencies, None if it never does."""
+        info = self.info
+        if not info.rope_switch:
+            return None
+        namespace = info.namespace_for(info.rope_switch + 1).digest(request.cache_salt)
+        return RopeSwitch(info.rope_switch, info.max_model_len, namespace)
 
     def _with_own_keys(self, request: EngineRequest) -> EngineRequest:
         """Keys made in another namespace than ours are dropped; the scheduler makes them anew from the tokens."""

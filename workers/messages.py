@@ -27,7 +27,7 @@ class EngineInfo:
     """What an engine says of itself once it is ready.
 
     max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool; a sequence
-    is limited by the lesser of both. namespace: what keys of this engine are made in; prompts longer than `rope_switch`
+    is limited by the lesser of both. namespace: what keys of this engine are made in; sequences of more than `rope_switch`
     tokens (0 = none) rotate by other frequencies and have `long_layout_id` in their namespace: use `namespace_for`.
     """
 
@@ -51,13 +51,11 @@ class EngineInfo:
         """Tokens of the longest sequence that can run: the model's limit or the pool, whichever is less."""
         return min(self.max_model_len, self.pool_tokens)
 
-    def is_long(self, num_prompt: int) -> bool:
-        """Whether a sequence with this prompt rotates by the long frequencies throughout."""
-        return 0 < self.rope_switch < num_prompt
-
-    def namespace_for(self, num_prompt: int) -> Namespace:
-        """The namespace of a sequence with this many prompt tokens."""
-        return replace(self.namespace, layout_id=self.long_layout_id) if self.is_long(num_prompt) else self.namespace
+    def namespace_for(self, num_tokens: int) -> Namespace:
+        """The namespace of a sequence of this many tokens."""
+        if 0 < self.rope_switch < num_tokens:
+            return replace(self.namespace, layout_id=self.long_layout_id)
+        return self.namespace
 
 
 @dataclass(frozen=True, slots=True)

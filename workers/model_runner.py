@@ -80,7 +80,7 @@ class ModelRunner:
             ),
             layout_id=self.layout.layout_id,
         )
-        self.long_layout_id = self.decoder.layout(self.layout.block_tokens, long_prompt=True).layout_id
+        self.long_layout_id = self.decoder.layout(self.layout.block_tokens, long=True).layout_id
         if config.deterministic:
             self.check_row_independence()
 

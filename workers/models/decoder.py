@@ -59,10 +59,10 @@ class Decoder:
         self._norm = loader.norm("model.norm.weight", config.hidden_size)
         self._head = self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
 
-    def layout(self, block_tokens: int, *, long_prompt: bool = False) -> KVLayout:
-        """How this model's KV lies in blocks of `block_tokens` tokens, for sequences with a short or a long prompt."""
+    def layout(self, block_tokens: int, *, long: bool = False) -> KVLayout:
+        """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences."""
         config = self.config
-        digest = config.rope_digest(long_prompt=long_prompt)
+        digest = config.rope_digest(long=long)
         return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_size, self.dtype, digest)
 
     def forward(self, step: ForwardInput, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -66,14 +66,14 @@ class DecoderConfig:
 
     @property
     def rope_switch(self) -> int:
-        """Prompts longer than this many tokens rotate by the long frequencies; 0 = there is one set only."""
+        """Sequences of more than this many tokens rotate by the long frequencies; 0 = there is one set only."""
         return max(rope.switch for rope in self.ropes)
 
-    def rope_digest(self, *, long_prompt: bool = False) -> bytes:
+    def rope_digest(self, *, long: bool = False) -> bytes:
         """SHA-256 over all rotations and which layer uses which: part of the layout id of every key."""
         hasher = hashlib.sha256()
         for rope in self.ropes:
-            hasher.update(rope.digest(long_prompt=long_prompt))
+            hasher.update(rope.digest(long=long))
         hasher.update(repr([kind.rope for kind in self.layers]).encode())
         return hasher.digest()
 
