@@ -101,6 +101,13 @@ class Engine:
         for sequence in self._sequences.pop(request_id, []):
             self.scheduler.abort(sequence)
 
+    def abort_answer(self, request_id: int, index: int) -> None:
+        """End one answer of a request without further outputs; the others go on. Unknown ones are ignored."""
+        sequences = self._sequences.get(request_id, [])
+        if index < len(sequences):
+            self.scheduler.abort(sequences[index])
+            self._forget_if_finished(request_id)
+
     def fail_all(self, error: str) -> list[RequestOutput]:
         """End everything with "error" after a failed step; batches in flight are given up."""
         self._in_flight.clear()
@@ -152,10 +159,12 @@ class Engine:
     def _forget_finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:
             if output.finish_reason is not None:
-                sequences = self._sequences.get(output.request_id, [])
-                if all(sequence.finish_reason is not None for sequence in sequences):
-                    self._sequences.pop(output.request_id, None)
+                self._forget_if_finished(output.request_id)
         return outputs
+
+    def _forget_if_finished(self, request_id: int) -> None:
+        if all(sequence.finish_reason is not None for sequence in self._sequences.get(request_id, [])):
+            self._sequences.pop(request_id, None)
 
     def validate(self) -> None:
         """Check every invariant of scheduler, sequences and blocks; with nothing to do, nothing may be held."""

@@ -124,6 +124,8 @@ class EngineServer:
                 case "abort":
                     for request_id in message[1]:
                         engine.abort(request_id)
+                case "abort_answer":
+                    engine.abort_answer(message[1], message[2])
                 case "reset":
                     self._send(["reply", message[1], engine.reset_prefix_cache()])
                 case "validate":
