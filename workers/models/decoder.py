@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
@@ -90,8 +90,8 @@ class Decoder:
         if weights.attention_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.attention_out_norm, eps)
         hidden = ops.rms_norm(hidden, weights.mlp_norm, eps, residual)
-        gated = self._activation(linear(hidden, weights.gate_up, weights.gate_up_bias))
-        hidden = linear(gated, weights.down, weights.down_bias)
+        gated = self._activation(ops.linear(hidden, weights.gate_up, weights.gate_up_bias))
+        hidden = ops.linear(gated, weights.down, weights.down_bias)
         if weights.mlp_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.mlp_out_norm, eps)
         next_norm = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
@@ -102,7 +102,7 @@ class Decoder:
     ) -> torch.Tensor:
         config, weights, kind = self.config, self._layers[index], self.config.layers[index]
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        qkv = ops.linear(hidden, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q = ops.rms_norm(q.reshape(-1, size), weights.q_norm, config.rms_eps).view(-1, heads, size)
@@ -123,11 +123,11 @@ class Decoder:
             window=kind.window,
             softcap=config.attention_softcap,
         )
-        return linear(attended.view(-1, heads * size), weights.o, weights.o_bias)
+        return ops.linear(attended.view(-1, heads * size), weights.o, weights.o_bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab] of hidden states [rows, hidden]."""
-        logits = linear(hidden, self._head).float()
+        logits = ops.linear(hidden, self._head).float()
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
