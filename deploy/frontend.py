@@ -59,7 +59,6 @@ class Frontend:
         self.engine = engine
         self.options = options or FrontendOptions()
         self._on_request_end = on_request_end
-        self._namespace_digest = engine.info.namespace.digest()
         self._outstanding = 0
         self._probe: asyncio.Task[bool] | None = None
 
@@ -102,12 +101,8 @@ class Frontend:
         self.check_capacity(len(prompts) * params.n)
         if params.seed is None and not params.greedy:
             params = replace(params, seed=secrets.randbits(63))  # known here, so that another engine can resume it
-        try:
-            digest = self._namespace_digest if cache_salt is None else info.namespace.digest(cache_salt)
-        except ValueError as error:
-            raise RequestError(str(error), "cache_salt") from error
         requests = [
-            (self._engine_request(token_ids, params, limit, digest, cache_salt, priority), limit)
+            (self._engine_request(token_ids, params, limit, cache_salt, priority), limit)
             for token_ids, limit in zip(prompts, limits, strict=True)
         ]
         stream = GenerationStream(engine, self.tokenizer, params, requests, self._release, join_deltas)
@@ -190,12 +185,16 @@ class Frontend:
             raise PromptTooLong(len(token_ids), limit, limited_by)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
-    def _engine_request(self, token_ids: list[int], params: SamplingParams, limit: int, digest: bytes,
+    def _engine_request(self, token_ids: list[int], params: SamplingParams, limit: int,
                         cache_salt: str | None, priority: int) -> EngineRequest:
         """The request as the engine sees it: without stop strings, and with one token where none but log-probabilities
         of the prompt were asked for."""
         max_tokens = max(limit, 1)
         engine_params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), stop=())
+        try:
+            digest = self.engine.info.namespace_for(len(token_ids)).digest(cache_salt)
+        except ValueError as error:
+            raise RequestError(str(error), "cache_salt") from error
         keys: list[bytes] = []
         if self.options.enable_prefix_caching:
             keys = key_chain(digest, token_ids, self.engine.info.block_tokens)
@@ -217,7 +216,7 @@ class Frontend:
 
         token_id = next(iter(engine.info.eos_token_ids), 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = EngineRequest(engine.new_request_id(), [token_id], params, [], self._namespace_digest,
+        request = EngineRequest(engine.new_request_id(), [token_id], params, [], engine.info.namespace.digest(),
                                 priority=PROBE_PRIORITY)
         try:
             engine.submit(request, sink)

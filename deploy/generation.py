@@ -148,8 +148,6 @@ class PromptState:
     token_ids: list[int]
     engine_request_id: int
     max_tokens: int
-    unfinished: int  # answers
-    cut: bool = False  # a stop string ended an answer, which the engine cannot know
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     queue_s: float | None = None
@@ -200,7 +198,7 @@ class GenerationStream:
         self.arrival = time.monotonic()
         self.first_token_time: float | None = None
         self.prompts = [
-            PromptState(request.token_ids, request.request_id, limit, params.n) for request, limit in requests
+            PromptState(request.token_ids, request.request_id, limit) for request, limit in requests
         ]
         self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
         self._engine = engine
@@ -314,7 +312,7 @@ class GenerationStream:
 
     def _take(self, prompt_number: int, output: RequestOutput) -> None:
         answer = self.answers[prompt_number * self.params.n + output.index]
-        if self._over or answer.finish_reason is not None:  # n > 1: the engine goes on until all answers have stopped
+        if self._over or answer.finish_reason is not None:
             return
         prompt = self.prompts[prompt_number]
         if output.index == 0:
@@ -327,11 +325,8 @@ class GenerationStream:
             self._num_generated += len(answer.token_ids) - logged
             if self.first_token_time is None and self._num_generated:
                 self.first_token_time = time.monotonic()
-            prompt.cut |= isinstance(delta.stop_reason, str)
-        if delta.finish_reason is not None:
-            prompt.unfinished -= 1
-            if prompt.cut and not prompt.unfinished:
-                self._engine.abort([prompt.engine_request_id])
+            if isinstance(delta.stop_reason, str) and output.finish_reason is None:  # the engine cannot know
+                self._engine.abort_answer(prompt.engine_request_id, output.index)
         self._add(answer, delta)
 
     def _note_first_output(self, prompt: PromptState, output: RequestOutput) -> None:

@@ -29,6 +29,8 @@ __all__ = [
     "AttentionPlan",
     "backend",
     "copy_blocks",
+    "gelu_mul",
+    "linear",
     "paged_attention",
     "plan_attention",
     "rms_norm",
@@ -38,6 +40,7 @@ __all__ = [
     "store_kv",
 ]
 
+MAX_LINEAR_ROWS = 4  # of kernels/cpu/kernels.c
 MAX_HEADS_PER_KV_HEAD = 96  # TILE_ROWS of kernels/cpu/attention.h
 
 
@@ -96,13 +99,13 @@ def _refuse(name: str, x: torch.Tensor, wanted: str) -> ValueError:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x[N, H] normalised in float32, rounded to the dtype, then times weight[H]; returns a new [N, H].
 
-    With `residual` [N, H]: residual += x in the activation dtype, in place, then the norm of that sum. Rows of x may be
+    A float32 weight for another activation dtype is multiplied before the rounding (Gemma's order). With `residual` [N, H]: residual += x in the activation dtype, in place, then the norm of that sum. Rows of x may be
     strided; weight and residual are dense.
     """
     dtype, shape = x.dtype, x.shape
     if len(shape) != 2 or x.stride(1) != 1 or dtype not in KV_FORMS:
         raise _refuse("x", x, "bfloat16, float16 or float32 [N, H] with dense rows")
-    if weight.shape != shape[1:] or weight.dtype != dtype or not weight.is_contiguous():
+    if weight.shape != shape[1:] or weight.dtype not in (dtype, torch.float32) or not weight.is_contiguous():
         raise _refuse("weight", weight, f"dense {dtype} [{shape[1]}]")
     if residual is not None and (residual.shape != shape or residual.dtype != dtype or not residual.is_contiguous()):
         raise _refuse("residual", residual, f"dense {dtype} {tuple(shape)}")
@@ -110,13 +113,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     return result
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x[N, I] times the transpose of weight[O, I], plus bias[O]; returns a new [N, O].
+
+    Up to MAX_LINEAR_ROWS rows of 16-bit numbers on the CPU go through our own kernel, which reads the weights once at
+    memory speed; everything else is torch's. The two differ in bits, so deterministic mode never asks for so few rows.
+    """
+    kernels = _kernels(x)
+    few = len(x) <= MAX_LINEAR_ROWS and x.dtype != torch.float32 and isinstance(kernels, NativeKernels)
+    if not few or x.stride(1) != 1 or not weight.is_contiguous():
+        return torch.nn.functional.linear(x, weight, bias)
+    if weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise _refuse("weight", weight, f"dense {x.dtype} [O, {x.shape[1]}]")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise _refuse("bias", bias, f"dense {x.dtype} [{len(weight)}]")
+    return kernels.linear(x, weight, bias)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
+    _check_gated(gate_up)
+    result: torch.Tensor = _kernels(gate_up).silu_mul(gate_up)
+    return result
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, gelu in its tanh form, for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
+    _check_gated(gate_up)
+    result: torch.Tensor = _kernels(gate_up).gelu_mul(gate_up)
+    return result
+
+
+def _check_gated(gate_up: torch.Tensor) -> None:
     shape = gate_up.shape
     if len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1 or gate_up.dtype not in KV_FORMS:
         raise _refuse("gate_up", gate_up, "bfloat16, float16 or float32 [N, 2I] with dense rows")
-    result: torch.Tensor = _kernels(gate_up).silu_mul(gate_up)
-    return result
 
 
 def _check_cache(kv_cache: torch.Tensor, layer: int) -> None:
@@ -234,13 +265,24 @@ def plan_attention(
 
 
 def paged_attention(
-    out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of every query row over its sequence's KV, read in place through the block table.
 
     out, q [N, heads, hs] with N >= plan.num_tokens, rows may be strided; rows beyond plan.num_tokens are padding and
     get zeros in out. The KV of the query rows themselves must have been stored. Query head h reads KV head
     h // (heads // kv_heads). Each row walks its KV in pieces of 256 tokens, folded in order.
+
+    window: keys a row sees, its own included, 0 = all before it; softcap: scores become softcap * tanh(score / softcap),
+    0 = as they are; lse: float32 [N, heads], gets the natural log of the sum of the exponentials of a row's scores.
     """
     _check_cache(kv_cache, layer)
     layout, shape = plan.layout, kv_cache.shape
@@ -257,4 +299,8 @@ def paged_attention(
         raise ValueError(f"q has {rows} rows; the plan has {plan.num_tokens} tokens")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
-    _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale)
+    if window < 0 or not 0 <= softcap < float("inf"):
+        raise ValueError(f"window is {window} and softcap {softcap}; neither may be negative or infinite")
+    if lse is not None and not (lse.dtype == torch.float32 and lse.shape == q.shape[:2] and lse.is_contiguous()):
+        raise _refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
+    _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse)

@@ -19,13 +19,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         x = residual
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return scaled.to(x.dtype) * weight
+    return (scaled.to(x.dtype) * weight) if weight.dtype == x.dtype else (scaled * weight).to(x.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up[N, 2I] = gate | up, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate), the tanh form, * up of gate_up[N, 2I] = gate | up, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -90,7 +96,15 @@ def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
 
 
 def paged_attention(
-    out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of q[N, heads, hs] over the paged KV of its sequences, into out; see `ops.paged_attention`."""
     group = plan.num_heads // plan.layout.num_kv_heads
@@ -105,5 +119,13 @@ def paged_attention(
         keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), keys) * scale
         position = torch.arange(context - (last - first), context, device=device)
-        scores.masked_fill_(torch.arange(context, device=device) > position[:, None], float("-inf"))
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        key = torch.arange(context, device=device)
+        hidden = key > position[:, None]
+        if window:
+            hidden |= key <= position[:, None] - window
+        scores.masked_fill_(hidden, float("-inf"))
+        if lse is not None:
+            lse[first:last] = scores.logsumexp(-1).t()
         out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values).to(out.dtype)

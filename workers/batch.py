@@ -42,7 +42,8 @@ class RowState:
 class Batch:
     """Work of one step, in the order of `entries`.
 
-    rows / starts / counts: per entry; token_ids: all entries' tokens one after another, UNKNOWN_TOKEN for one that a
+    rows / starts / counts: per entry; rope_offsets: per entry, what to add to a position to find its row in the RoPE
+    tables; token_ids: all entries' tokens one after another, UNKNOWN_TOKEN for one that a
     batch in flight is sampling for that row; sampling: indices of entries that yield a token; prompt_logprobs: indices
     of entries that want log-probabilities of the tokens after each of theirs, with how many alternatives and the next
     known prompt token after the chunk (None at the end of the prompt); new_rows: rows taken since the last batch;
@@ -55,6 +56,7 @@ class Batch:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    rope_offsets: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sampling: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int | None]] = field(default_factory=list)

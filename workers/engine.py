@@ -16,13 +16,12 @@ import time
 from collections import deque
 from typing import Protocol
 
-from tournant.kvstore.block import Namespace
 from tournant.workers.batch import Batch, StepResult
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
-from tournant.workers.messages import EngineRequest, EngineStats, RequestOutput
+from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.scheduler import Scheduler
-from tournant.workers.sequence import Sequence
+from tournant.workers.sequence import RopeSwitch, Sequence
 
 
 class Runner(Protocol):
@@ -33,27 +32,15 @@ class Runner(Protocol):
 
 
 class Engine:
-    """A scheduler and a runner. `num_blocks`: size of the device pool; limits are checked against it and the model."""
+    """A scheduler and a runner. `info`: the limits of pool and model, the same that frontends are told."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        namespace: Namespace,
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, info: EngineInfo) -> None:
         self.config = config
         self.runner = runner
-        self.vocab_size = vocab_size
-        self.namespace = namespace
-        self.max_sequence_tokens = min(max_model_len, num_blocks * block_tokens)
-        blocks = BlockManager(num_blocks, block_tokens, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, blocks, eos_token_ids)
+        self.info = info
+        num_blocks = info.pool_tokens // info.block_tokens
+        blocks = BlockManager(num_blocks, info.block_tokens, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, blocks, info.eos_token_ids)
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._sequences: dict[int, list[Sequence]] = {}
         self._arrivals = 0
@@ -86,7 +73,8 @@ class Engine:
                 for index in range(request.params.n)
             ]
         request = self._with_own_keys(request)
-        room = self.max_sequence_tokens - len(request.token_ids)
+        num_prompt, info = len(request.token_ids), self.info
+        room = info.max_sequence_tokens - num_prompt
         wanted = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         sequences: list[Sequence] = []
@@ -96,9 +84,10 @@ class Engine:
                 request,
                 index,
                 self._arrivals,
-                len(request.token_ids) + wanted,
+                num_prompt + wanted,
                 seed,
                 request.namespace_digest,
+                self._rope_switch(request),
                 time.monotonic(),
                 fork_of=sequences[0] if sequences else None,
             )
@@ -111,6 +100,13 @@ class Engine:
         """End a request without further outputs. Unknown ids are ignored."""
         for sequence in self._sequences.pop(request_id, []):
             self.scheduler.abort(sequence)
+
+    def abort_answer(self, request_id: int, index: int) -> None:
+        """End one answer of a request without further outputs; the others go on. Unknown ones are ignored."""
+        sequences = self._sequences.get(request_id, [])
+        if index < len(sequences):
+            self.scheduler.abort(sequences[index])
+            self._forget_if_finished(request_id)
 
     def fail_all(self, error: str) -> list[RequestOutput]:
         """End everything with "error" after a failed step; batches in flight are given up."""
@@ -130,21 +126,29 @@ class Engine:
         return self.scheduler.blocks.reset()
 
     def _problem(self, request: EngineRequest) -> str | None:
-        num_prompt, limit = len(request.token_ids), self.max_sequence_tokens
+        num_prompt, limit = len(request.token_ids), self.info.max_sequence_tokens
         if num_prompt == 0:
             return "the prompt has no tokens; at least one is needed"
         wants_token = request.params.max_tokens != 0
         if num_prompt + wants_token > limit:
             return f"the prompt has {num_prompt} tokens; at most {limit - wants_token} fit"
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self.vocab_size:
-            return f"the prompt holds a token id outside 0..{self.vocab_size - 1}"
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self.info.vocab_size:
+            return f"the prompt holds a token id outside 0..{self.info.vocab_size - 1}"
         if request.request_id in self._sequences:
             return f"request id {request.request_id} is in use"
         return None
 
+    def _rope_switch(self, request: EngineRequest) -> RopeSwitch | None:
+        """Where a sequence of this request changes to the long frequencies, None if it never does."""
+        info = self.info
+        if not info.rope_switch:
+            return None
+        namespace = info.namespace_for(info.rope_switch + 1).digest(request.cache_salt)
+        return RopeSwitch(info.rope_switch, info.max_model_len, namespace)
+
     def _with_own_keys(self, request: EngineRequest) -> EngineRequest:
         """Keys made in another namespace than ours are dropped; the scheduler makes them anew from the tokens."""
-        digest = self.namespace.digest(request.cache_salt)
+        digest = self.info.namespace_for(len(request.token_ids)).digest(request.cache_salt)
         num_full = len(request.token_ids) // self.scheduler.blocks.block_tokens
         usable = request.namespace_digest == digest and len(request.keys) == num_full
         keys = request.keys if usable else []
@@ -155,10 +159,12 @@ class Engine:
     def _forget_finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:
             if output.finish_reason is not None:
-                sequences = self._sequences.get(output.request_id, [])
-                if all(sequence.finish_reason is not None for sequence in sequences):
-                    self._sequences.pop(output.request_id, None)
+                self._forget_if_finished(output.request_id)
         return outputs
+
+    def _forget_if_finished(self, request_id: int) -> None:
+        if all(sequence.finish_reason is not None for sequence in self._sequences.get(request_id, [])):
+            self._sequences.pop(request_id, None)
 
     def validate(self) -> None:
         """Check every invariant of scheduler, sequences and blocks; with nothing to do, nothing may be held."""

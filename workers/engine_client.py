@@ -74,6 +74,9 @@ class EngineClient(Protocol):
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop requests. Their sinks are not called any more. Unknown or finished ids are ignored."""
 
+    def abort_answer(self, request_id: int, index: int) -> None:
+        """Stop one answer of a request; its sink hears no more of it. Unknown or finished ones are ignored."""
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all reusable blocks. True only if it was done (False while a sequence holds blocks)."""
 
@@ -165,6 +168,15 @@ class ProcessEngineClient(asyncio.Protocol):
         if known and self._alive:
             self._send(["abort", known])
 
+    def abort_answer(self, request_id: int, index: int) -> None:
+        """See `EngineClient.abort_answer`."""
+        _, running = self._sinks.get(request_id, (None, set()))
+        if index in running and self._alive:
+            running.discard(index)
+            if not running:
+                del self._sinks[request_id]
+            self._send(["abort_answer", request_id, index])
+
     async def reset_prefix_cache(self) -> bool:
         """See `EngineClient.reset_prefix_cache`. Raises EngineDeadError, or TimeoutError after 30 s."""
         return bool(await self._call("reset"))
@@ -248,7 +260,7 @@ class ProcessEngineClient(asyncio.Protocol):
         self._last_step_time = time.monotonic()
         for output in step.outputs:
             entry = self._sinks.get(output.request_id)
-            if entry is None:
+            if entry is None or output.index not in entry[1]:
                 continue
             sink, running = entry
             if output.finish_reason is not None:

@@ -124,6 +124,8 @@ class EngineServer:
                 case "abort":
                     for request_id in message[1]:
                         engine.abort(request_id)
+                case "abort_answer":
+                    engine.abort_answer(message[1], message[2])
                 case "reset":
                     self._send(["reply", message[1], engine.reset_prefix_cache()])
                 case "validate":
@@ -150,20 +152,10 @@ def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tup
     """An engine with its model loaded, and what it says of itself. Raises ConfigError, ModelFormatError."""
     runner = ModelRunner(config, files)
     decoder, layout = runner.decoder_config, runner.layout
-    engine = Engine(
-        config,
-        runner,
-        num_blocks=runner.cache.num_blocks,
-        block_tokens=layout.block_tokens,
-        max_model_len=runner.max_model_len,
-        vocab_size=decoder.vocab_size,
-        eos_token_ids=decoder.eos_token_ids,
-        namespace=runner.namespace,
-    )
     info = EngineInfo(
         writer_id=writer_id,
         pid=os.getpid(),
-        max_model_len=runner.max_model_len,
+        max_model_len=decoder.max_model_len,
         pool_tokens=runner.cache.num_blocks * layout.block_tokens,
         block_tokens=layout.block_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -173,8 +165,10 @@ def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tup
         dtype=str(layout.dtype).removeprefix("torch."),
         device="cpu",
         namespace=runner.namespace,
+        rope_switch=decoder.rope_switch,
+        long_layout_id=runner.long_layout_id,
     )
-    return engine, info
+    return Engine(config, runner, info), info
 
 
 def main() -> None:

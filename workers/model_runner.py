@@ -20,7 +20,7 @@ from tournant.workers.kv_cache import KVCache, pool_blocks
 from tournant.workers.messages import TokenLogprobs
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.models.decoder import REVISION, Decoder
-from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.families import read_decoder_config
 from tournant.workers.sampler import Sampler, token_logprobs
 from tournant.workers.weights import load_checkpoint
 
@@ -47,14 +47,13 @@ class ModelRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.config = config
-        self.decoder_config = DecoderConfig.from_folder(files.folder)
-        self.max_model_len = self.decoder_config.limit(config.max_model_len)
+        self.decoder_config = read_decoder_config(files.folder, config.max_model_len)
         dtype = TORCH_DTYPES[config.dtype]
         checkpoint = load_checkpoint(files.folder)
-        self.decoder = Decoder(self.decoder_config, checkpoint, dtype, self.max_model_len)
+        self.decoder = Decoder(self.decoder_config, checkpoint, dtype)
         if unused := checkpoint.unused():
             raise ModelFormatError(
-                f"{files.folder} holds {len(unused)} tensors that a llama of {self.decoder_config.num_layers} layers "
+                f"{files.folder} holds {len(unused)} tensors that a model of {self.decoder_config.num_layers} layers "
                 f"does not use, the first is {unused[0]!r}; config.json does not describe this checkpoint"
             )
         try:
@@ -62,7 +61,7 @@ class ModelRunner:
         except ValueError as error:
             raise ModelFormatError(f"config.json describes a model that has no KV layout here: {error}") from error
         self.cache = KVCache(self.layout, pool_blocks(config, self.layout), torch.device("cpu"))
-        max_blocks = -(-self.max_model_len // self.layout.block_tokens)
+        max_blocks = -(-self.decoder_config.max_model_len // self.layout.block_tokens)
         self.inputs = InputBuilder(
             self.layout, self.decoder_config.num_heads, config.max_num_seqs, max_blocks, pad_rows=config.deterministic
         )
@@ -81,6 +80,7 @@ class ModelRunner:
             ),
             layout_id=self.layout.layout_id,
         )
+        self.long_layout_id = self.decoder.layout(self.layout.block_tokens, long=True).layout_id
         if config.deterministic:
             self.check_row_independence()
 
@@ -153,7 +153,7 @@ class ModelRunner:
                 )
 
     def _layer_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row i as a sequence of one token at position i % 16 through layer 0 and the head, padded as `run` does."""
+        """Row i as a sequence of one token through layer 0 and the head, padded as `run` does."""
         count, tokens = len(hidden), self.layout.block_tokens
         layout = KVLayout(1, self.layout.num_kv_heads, tokens, self.layout.head_size, self.layout.dtype)
         kv_cache = layout.allocate(count, torch.device("cpu"))
@@ -163,6 +163,7 @@ class ModelRunner:
             rows=list(range(count)),
             starts=[0] * count,
             counts=[1] * count,
+            rope_offsets=[0] * count,
             token_ids=[0] * count,
             block_updates=[(row, 0, [row]) for row in range(count)],
             sampling=list(range(count)),

@@ -103,6 +103,10 @@ class Scheduler:
         decodes = sum(sequence.num_to_schedule == 1 for sequence in self.running)
         while index < len(self.running):
             sequence = self.running[index]
+            if sequence.outgrew_rope and not sequence.num_in_flight:
+                self._preempt(sequence)
+                sequence.switch_rope()
+                continue
             index += 1
             decodes -= sequence.num_to_schedule == 1
             count = self._chunk(sequence, batch, reserved=decodes)
@@ -121,7 +125,7 @@ class Scheduler:
 
         A long prompt leaves half of a step to others, so that a short one behind it need not wait for its end.
         """
-        wanted = sequence.num_to_schedule
+        wanted = 0 if sequence.outgrew_rope else sequence.num_to_schedule
         room = self.config.max_num_batched_tokens - batch.num_tokens
         if wanted > 1:
             room -= reserved
@@ -161,6 +165,7 @@ class Scheduler:
         batch.rows.append(sequence.row)
         batch.starts.append(start)
         batch.counts.append(count)
+        batch.rope_offsets.append(sequence.rope_offset)
         batch.token_ids.extend(sequence.token_ids[start:end])
         batch.token_ids.extend([UNKNOWN_TOKEN] * (end - max(known, start)))
         if sequence.prompt_logprobs is not None and start < sequence.num_prompt:
@@ -210,6 +215,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, batch: Batch, now: float) -> bool:
         """Give a waiting sequence its cached blocks, a row, and a place in the batch. False: nothing has changed."""
+        if sequence.outgrew_rope:
+            sequence.switch_rope()
         shared = self._shareable(sequence)
         num_cached = min(len(shared) * self.blocks.block_tokens, sequence.num_tokens - 1)
         keep_free = len(self.running)  # a step of growth for those that run, so that admission does not preempt them
@@ -254,7 +261,8 @@ class Scheduler:
         At least one token is always left to compute, because its logits are needed.
         """
         parent = sequence.fork_of
-        if parent is not None and not sequence.num_preemptions and parent.state is SequenceState.RUNNING:
+        forks = parent is not None and not sequence.num_preemptions and parent.rope_offset == sequence.rope_offset
+        if parent is not None and forks and parent.state is SequenceState.RUNNING:
             return parent.block_table[: self.blocks.blocks_for(sequence.num_prompt)]
         if sequence.prompt_logprobs is not None or not self.blocks.enable_prefix_caching:
             return []

@@ -27,12 +27,22 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class RopeSwitch:
+    """A sequence of more than `at` tokens uses RoPE rows from `offset` on and keys rooted at `namespace`."""
+
+    at: int
+    offset: int
+    namespace: bytes
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """State of one answer. Positions and counts are in tokens, `block_table` in physical block ids.
 
     arrival: order of arrival, unique in an engine; max_total: tokens after which it ends by length;
-    keys: key chain of its full blocks as far as known, rooted at `namespace`; num_scheduled: tokens whose KV is
+    keys: key chain of its full blocks as far as known, rooted at `namespace`; rope_switch: None once it has
+    happened; rope_offset: added to positions to find their rows in the RoPE tables; num_scheduled: tokens whose KV is
     computed or being computed by batches in flight; row: place in the runner's per-sequence tables, -1 without one;
     epoch: grows at each preemption, so that a batch in flight can tell that the blocks it wrote are gone;
     fork_of: the first answer of the same request, whose prompt blocks this one may share.
@@ -44,6 +54,7 @@ class Sequence:
     max_total: int
     seed: int
     namespace: bytes
+    rope_switch: RopeSwitch | None
     arrival_time: float
     fork_of: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -58,6 +69,7 @@ class Sequence:
     num_preemptions: int = 0
     epoch: int = 0
     row: int = -1
+    rope_offset: int = 0
     state: SequenceState = SequenceState.WAITING
     finish_reason: str | None = None
     cached_tokens: int | None = None
@@ -71,6 +83,8 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * self.num_prompt
+        if self.outgrew_rope:
+            self.switch_rope()
 
     @property
     def params(self) -> SamplingParams:
@@ -97,6 +111,21 @@ class Sequence:
         """Tokens whose KV nobody computes yet. 0 while the last token a sequence may have is being sampled."""
         needed = max(self.num_prompt, self.max_total - 1)  # the last token's own KV is never read
         return min(self.num_tokens, needed) - self.num_scheduled
+
+    @property
+    def outgrew_rope(self) -> bool:
+        """True when its KV must be computed again with the long RoPE frequencies before it can go on."""
+        return self.rope_switch is not None and self.num_tokens > self.rope_switch.at
+
+    def switch_rope(self) -> None:
+        """Use the long frequencies from now on. Its computed KV must be dropped by the caller."""
+        if self.rope_switch is None:
+            raise InvariantViolation(f"sequence {self.arrival} has no RoPE to switch to")
+        if self.namespace != self.rope_switch.namespace:
+            self.namespace = self.rope_switch.namespace
+            self.keys = []
+        self.rope_offset = self.rope_switch.offset
+        self.rope_switch = None
 
     def extend_keys(self, num_blocks: int, block_tokens: int) -> None:
         """Make sure the keys of the first `num_blocks` blocks are known; all their tokens must be."""

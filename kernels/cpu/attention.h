@@ -15,6 +15,7 @@
 #define AHEAD_LEVEL 2 /* into the second-level cache: the first is busy with the scratch of a piece */
 #define TILE_ROWS 96  /* query rows (tokens x heads of one KV head) that share a prepared piece */
 #define MAX_HEAD 256
+#define LOG2E 1.44269504f
 #define PARTIAL_EXTRA 16 /* floats after the sums of a partial row: maximum, total */
 
 /* One step, laid out by kernels/cpu/native.py; every field 8 bytes. */
@@ -42,9 +43,11 @@ struct split {
 struct layer {
     const void *q, *kv; /* kv: K of this layer, block 0 */
     void *out;
+    float *lse;                                                /* [rows][num_heads] or null */
     int64_t q_stride, out_stride, block_stride, value_offset; /* elements */
-    float scale;
-    int32_t num_threads;
+    int64_t window;                                            /* keys a row sees, itself included; 0: all before it */
+    float scale, softcap;                                      /* softcap 0: none */
+    int64_t num_threads;
 };
 
 static int tile_tokens(int group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
@@ -100,6 +103,18 @@ INLINE vf vexp2(vf x) {
     p = p * r + splat(0.693146967f);
     p = p * r + splat(1.0f);
     return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+/* tanh, absolute error below 4e-7: 1 - 2 / (e^2x + 1) for x >= 0, odd. */
+INLINE vf vtanh(vf x) {
+    vf size = vmax(x, -x), e = vexp2(size * splat(-2 * LOG2E)), t = (splat(1) - e) / (splat(1) + e);
+    return vselect(x < splat(0), -t, t);
+}
+
+/* Scores (in place) to softcap * tanh(score * scale / softcap). */
+static void cap_scores(float *scores, int groups, float scale, float softcap) {
+    for (int g = 0; g < groups; g++)
+        store_fp32(scores + g * LANES, vtanh(load_fp32(scores + g * LANES) * splat(scale / softcap)) * splat(softcap));
 }
 
 /* Adds a piece (sums, maximum, total of one row) to a row's running state; total 0 means nothing yet, or nothing to

@@ -6,6 +6,7 @@
  */
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__) || defined(__F16C__)

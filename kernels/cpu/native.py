@@ -21,7 +21,8 @@ from tournant.kernels.reference import row_error
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _PLAN = struct.Struct("6P9q")  # struct plan
-_LAYER = struct.Struct("3P4qfi")  # struct layer
+_LAYER = struct.Struct("4P5qffq")  # struct layer
+_LINEAR = struct.Struct("4P5q")  # struct linear
 _STORE = struct.Struct("8P14q")  # struct store
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
 _UNIT_BYTES = _SPLIT_BYTES = 32
@@ -52,8 +53,10 @@ class NativeKernels:
         def functions(name: str, *argtypes: Any) -> dict[torch.dtype, Any]:
             return {dtype: function(f"{name}_{suffix}", None, *argtypes) for dtype, suffix in SUFFIXES.items()}
 
-        self._rms_norm = functions("rms_norm", _P, _P, _P, _P, _Q, _Q, _Q, _D, _I)
+        self._rms_norm = functions("rms_norm", _P, _P, _P, _P, _P, _Q, _Q, _Q, _D, _I)
         self._silu_mul = functions("silu_mul", _P, _P, _Q, _Q, _Q, _I)
+        self._gelu_mul = functions("gelu_mul", _P, _P, _Q, _Q, _Q, _I)
+        self._linear = functions("linear", ctypes.c_char_p)
         self._store_kv = functions("store_kv", ctypes.c_char_p)
         self._paged_attention = functions("paged_attention", _P, ctypes.c_char_p)
         self._first_bad_row = function("first_bad_row", _Q, ctypes.c_char_p)
@@ -68,7 +71,8 @@ class NativeKernels:
         self._rms_norm[x.dtype](
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
-            weight.data_ptr(),
+            weight.data_ptr() if weight.dtype == x.dtype else None,
+            weight.data_ptr() if weight.dtype != x.dtype else None,
             out.data_ptr(),
             rows,
             size,
@@ -78,10 +82,34 @@ class NativeKernels:
         )
         return out
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows, outs = len(x), len(weight)
+        out = torch.empty((rows, outs), dtype=x.dtype)
+        packed = _LINEAR.pack(
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            outs,
+            weight.shape[1],
+            x.stride(0),
+            torch.get_num_threads(),
+        )
+        self._linear[x.dtype](packed)
+        return out
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated(self._silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated(self._gelu_mul, gate_up)
+
+    @staticmethod
+    def _gated(functions: dict[torch.dtype, Any], gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, size), dtype=gate_up.dtype)
-        self._silu_mul[gate_up.dtype](
+        functions[gate_up.dtype](
             gate_up.data_ptr(), out.data_ptr(), rows, size, gate_up.stride(0), torch.get_num_threads()
         )
         return out
@@ -177,7 +205,16 @@ class NativeKernels:
         return NativePlan(packed, units, splits, partials)
 
     def paged_attention(
-        self, out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        lse: torch.Tensor | None = None,
     ) -> None:
         native = plan.native
         if native is None:
@@ -189,11 +226,14 @@ class NativeKernels:
             q.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.itemsize,
             out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
             q.stride(0),
             out.stride(0),
             block_stride,
             value_offset,
+            window,
             scale,
+            softcap,
             torch.get_num_threads(),
         )
         self._paged_attention[q.dtype](ctypes.addressof(native.packed), packed)

@@ -56,6 +56,7 @@ class FakeEngineClient:
     stuck: bool = False
     submitted: list[EngineRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
+    aborted_answers: list[tuple[int, int]] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
     steps: int = 0
 
@@ -79,6 +80,12 @@ class FakeEngineClient:
         self.aborted += [request_id for request_id in ids
                          if any(answer.request.request_id == request_id for answer in self.running)]
         self.running = [answer for answer in self.running if answer.request.request_id not in ids]
+
+    def abort_answer(self, request_id: int, index: int) -> None:
+        kept = [a for a in self.running if (a.request.request_id, a.index) != (request_id, index)]
+        if len(kept) < len(self.running):
+            self.aborted_answers.append((request_id, index))
+        self.running = kept
 
     async def reset_prefix_cache(self) -> bool:
         return self.reset_result

@@ -117,7 +117,7 @@ async def test_a_stop_string_ends_the_answer_and_its_work(tokenizer: Tokenizer) 
     deltas = await read(stream)
     assert "".join(delta.text for delta in deltas) == "ABC"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "DEFGHIJ")
-    assert engine.aborted == [engine.submitted[0].request_id]
+    assert engine.aborted_answers == [(engine.submitted[0].request_id, 0)]
     assert stream.usage.completion_tokens == 10
     assert engine.submitted[0].params.stop == ()  # text stays on this side
     assert frontend.num_outstanding == 0
@@ -136,13 +136,14 @@ async def test_a_stop_token_is_reported_and_has_no_text(tokenizer: Tokenizer) ->
 
 
 @async_test
-async def test_the_engine_is_rid_of_n_answers_when_the_last_one_stops(tokenizer: Tokenizer) -> None:
+async def test_the_engine_is_rid_of_each_answer_when_its_stop_string_comes(tokenizer: Tokenizer) -> None:
     frontend, engine = make(tokenizer, "aXbbbbbb", "cc", "ddddX")
     stream = frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=3, stop=("X",)))
-    engine.step(4)
-    assert engine.aborted == []  # answer 2 still runs
-    engine.step(1)
-    assert engine.aborted == [1]
+    engine.step(2)
+    assert engine.aborted_answers == [(1, 0)]  # the others still run
+    engine.step(3)
+    assert engine.aborted_answers == [(1, 0), (1, 2)]
+    assert engine.running == []
     answers = (await stream.collect()).answers
     assert [(answer.index, answer.text, answer.stop_reason) for answer in answers] == [
         (0, "a", "X"), (1, "cc", None), (2, "dddd", "X")]
@@ -150,7 +151,7 @@ async def test_the_engine_is_rid_of_n_answers_when_the_last_one_stops(tokenizer:
     stream = frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=2, stop=("X",)))
     engine.step(5)
     assert stream.over
-    assert engine.aborted == [1]
+    assert engine.aborted_answers == [(1, 0)]
 
 
 @async_test

@@ -6,6 +6,7 @@ from tournant.kvstore.block import Namespace
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch, StepResult
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
+from tournant.workers.messages import EngineInfo
 
 VOCAB = 997
 NAMESPACE = Namespace(weights_id=b"w" * 32, kv_form="fake", numerics="fake", layout_id=b"l" * 32)
@@ -86,13 +87,18 @@ class FakeRunner:
 
 def make_engine(num_blocks: int, block_tokens: int = 8, max_model_len: int = 4096, **config: object) -> Engine:
     """An engine over a fake device; keywords are EngineConfig fields."""
-    return Engine(
-        EngineConfig(**config),  # type: ignore[arg-type]
-        FakeRunner(block_tokens),
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
+    info = EngineInfo(
+        writer_id=1,
+        pid=1,
         max_model_len=max_model_len,
+        pool_tokens=num_blocks * block_tokens,
+        block_tokens=block_tokens,
+        max_num_seqs=64,
+        max_queued_requests=64,
         vocab_size=VOCAB,
         eos_token_ids=(),
+        dtype="fake",
+        device="fake",
         namespace=NAMESPACE,
     )
+    return Engine(EngineConfig(**config), FakeRunner(block_tokens), info)  # type: ignore[arg-type]

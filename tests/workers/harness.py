@@ -11,7 +11,7 @@ from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.messages import EngineRequest, RequestOutput
 from tournant.workers.model_files import ModelFiles, resolve_model
-from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.families import read_decoder_config
 from tournant.workers.sampling_params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -26,7 +26,7 @@ def files_of(folder: Path) -> ModelFiles:
 def make_engine(folder: Path, num_blocks: int = 64, **config: object) -> Engine:
     """An engine in fp32 and deterministic mode unless told otherwise; `num_blocks` blocks of 16 tokens."""
     fields: dict[str, object] = {"dtype": "float32", "deterministic": True, "device": "cpu"} | config
-    decoder = DecoderConfig.from_folder(folder)
+    decoder = read_decoder_config(folder)
     block_tokens = fields.get("block_tokens") or 16
     token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
     fields["kv_cache_bytes"] = num_blocks * int(block_tokens) * token_bytes  # type: ignore[call-overload]

@@ -156,3 +156,17 @@ def test_min_tokens_holds_stop_tokens_back() -> None:
     assert (len(outputs), outputs[-1].finish_reason, outputs[-1].stop_token) == (3, "stop", want[2])
     outputs = ask(engine, 2, [4, 5], max_tokens=8, stop_token_ids=(want[2],), min_tokens=3)
     assert len(outputs) == (8 if want[2] not in want[3:] else 4 + want[3:].index(want[2]))
+
+
+def test_one_answer_of_several_can_be_ended() -> None:
+    engine = make_engine(num_blocks=64, block_tokens=8)
+    engine.add_request(EngineRequest(1, list(range(30)), SamplingParams(n=3, max_tokens=10, seed=0, ignore_eos=True)))
+    engine.step()
+    engine.abort_answer(1, 0)
+    engine.abort_answer(1, 7)
+    engine.abort_answer(5, 0)
+    outputs = drain(engine)
+    assert {(o.index, o.finish_reason) for o in outputs if o.finish_reason} == {(1, "length"), (2, "length")}
+    assert [t for o in outputs if o.index == 2 for t in o.token_ids] == expected_tokens(list(range(30)), 10, seed=2)
+    engine.add_request(EngineRequest(1, [1], SamplingParams(max_tokens=1)))
+    assert drain(engine)[0].finish_reason == "length", "the id of a finished request was not given free"

@@ -26,6 +26,7 @@ def random_batch(rng: random.Random, max_seqs: int) -> tuple[Batch, dict[int, li
         batch.rows.append(row)
         batch.starts.append(start)
         batch.counts.append(count)
+        batch.rope_offsets.append(rng.choice([0, 1000]))
         batch.token_ids += [rng.randrange(500) for _ in range(count - 1)] + [rng.choice([UNKNOWN_TOKEN, 7])]
         if rng.random() < 0.7:
             batch.sampling.append(len(batch.rows) - 1)
@@ -41,18 +42,20 @@ def test_against_a_loop(pad: bool) -> None:
         batch, tables = random_batch(rng, 6)
         step = builder.build(batch)
         ids, positions, slots, ends, at = [], [], [], [], 0
-        for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+        for row, start, count, offset in zip(
+            batch.rows, batch.starts, batch.counts, batch.rope_offsets, strict=True
+        ):
             for position in range(start, start + count):
                 token = batch.token_ids[at]
                 ids.append(100 + row if token == UNKNOWN_TOKEN else token)
-                positions.append(position)
+                positions.append(position + offset)
                 slots.append(tables[row][position // 8] * 8 + position % 8)
                 at += 1
             ends.append(at - 1)
         assert step.num_tokens == at
         padding = -at % ROW_MULTIPLE if pad else 0
         assert step.input_ids.tolist() == ids + [0] * padding
-        assert step.positions.tolist() == positions + [0] * padding
+        assert step.rope_positions.tolist() == positions + [0] * padding
         assert step.slot_mapping.tolist() == slots + [-1] * padding
         assert step.sample_rows.tolist() == [ends[entry] for entry in batch.sampling]
         assert step.plan.num_tokens == at

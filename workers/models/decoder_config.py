@@ -1,7 +1,7 @@
-"""Shapes and constants of a decoder, read from a model folder through transformers' own configuration classes.
+"""What a decoder is made of, read from a model folder through transformers' own configuration classes.
 
-Owns the translation of a HF configuration into the few numbers the decoder needs, and the RoPE table. Refuses what the
-decoder does not implement; which architectures are known at all is model_files.py's business.
+Owns the few numbers and switches that the one decoder definition is told. How each architecture sets them is in
+families.py; which ones are known at all is model_files.py's business.
 """
 
 from __future__ import annotations
@@ -12,20 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.models.rope import Rope
 
 MAX_JSON_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """A llama-like decoder. Sizes in elements; max_positions in tokens.
+class LayerKind:
+    """Where layers of one model differ. window: tokens a query sees, itself included, 0 = all before it;
+    rope: index into `DecoderConfig.ropes`, None = no rotation.
+    """
 
-    inv_freq: RoPE inverse frequencies float32 [rotary_dim / 2]; attention_scaling multiplies cos and sin.
+    window: int = 0
+    rope: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder-only transformer. Sizes in elements, max_positions in tokens.
+
+    qk_norm: q and k are normalised per head before rotation; offset_norms: norms multiply by 1 + weight in fp32
+    (Gemma); sandwich_norms: attention and MLP outputs are normalised before they are added; fused_projections: the
+    checkpoint holds qkv and gate_up in one tensor each; softcaps: 0 = none; activation: of the gate.
     """
 
     num_layers: int
@@ -36,93 +45,48 @@ class DecoderConfig:
     intermediate_size: int
     vocab_size: int
     max_positions: int
+    max_model_len: int
     rms_eps: float
     tied_embeddings: bool
-    inv_freq: torch.Tensor
-    attention_scaling: float
     eos_token_ids: tuple[int, ...]
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> DecoderConfig:
-        """Read config.json (and generation_config.json for the end-of-text tokens). Raises ModelFormatError."""
-        try:
-            config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelFormatError(f"config.json in {folder} cannot be used: {error}") from error
-        for name in ("attention_bias", "mlp_bias"):
-            if getattr(config, name, False):
-                raise ModelFormatError(f"config.json sets {name}; biases are not supported for {config.model_type}")
-        if config.hidden_act != "silu":
-            raise ModelFormatError(f"config.json has hidden_act {config.hidden_act!r}; only 'silu' is supported")
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise ModelFormatError(
-                f"config.json has {config.num_attention_heads} heads and {config.num_key_value_heads} KV heads; "
-                "the former must be a multiple of the latter"
-            )
-        inv_freq, scaling = _rope_frequencies(config, head_size)
-        return cls(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_size=head_size,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
-            rms_eps=config.rms_norm_eps,
-            tied_embeddings=bool(config.tie_word_embeddings),
-            inv_freq=inv_freq,
-            attention_scaling=scaling,
-            eos_token_ids=_eos_token_ids(folder, config),
-        )
+    ropes: tuple[Rope, ...]
+    layers: tuple[LayerKind, ...]
+    attention_scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    offset_norms: bool = False
+    sandwich_norms: bool = False
+    fused_projections: bool = False
+    activation: str = "silu"
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
 
     @property
-    def rope_digest(self) -> bytes:
-        """SHA-256 of the frequencies and the scaling: part of the layout id of every key."""
-        scaling = torch.tensor([self.attention_scaling], dtype=torch.float64)
-        return hashlib.sha256(self.inv_freq.numpy().tobytes() + scaling.numpy().tobytes()).digest()
+    def rope_switch(self) -> int:
+        """Sequences of more than this many tokens rotate by the long frequencies; 0 = there is one set only."""
+        return max(rope.switch for rope in self.ropes)
 
-    def limit(self, max_model_len: int | None) -> int:
-        """Tokens a sequence may have. Raises ConfigError when more are asked for than the model has positions."""
-        if max_model_len is None:
-            return self.max_positions
-        if max_model_len > self.max_positions:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}; this model has {self.max_positions} positions: choose at most that"
-            )
-        return max_model_len
-
-    def rope_table(self, num_positions: int) -> torch.Tensor:
-        """cos half | sin half, float32 [num_positions, rotary_dim]."""
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.inv_freq[None, :]
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self.attention_scaling).contiguous()
+    def rope_digest(self, *, long: bool = False) -> bytes:
+        """SHA-256 over all rotations and which layer uses which: part of the layout id of every key."""
+        hasher = hashlib.sha256()
+        for rope in self.ropes:
+            hasher.update(rope.digest(long=long))
+        hasher.update(repr([kind.rope for kind in self.layers]).encode())
+        return hasher.digest()
 
 
-def _rope_frequencies(config: Any, head_size: int) -> tuple[torch.Tensor, float]:
-    parameters = config.rope_parameters
-    kind = parameters["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float) / head_size
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    if kind not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-        raise ModelFormatError(f"config.json has rope_type {kind!r}; known are {known}")
-    if kind in ("dynamic", "longrope"):
-        raise ModelFormatError(f"config.json has rope_type {kind!r}, which is not supported yet")
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return inv_freq.float(), float(scaling)
-
-
-def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    found: Any = config.eos_token_id
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        from_file = read_json_object(generation).get("eos_token_id")
-        found = from_file if from_file is not None else found
-    if found is None:
-        return ()
-    return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
+def check_limit(max_model_len: int | None, positions: int) -> int:
+    """Tokens a sequence may have. Raises ConfigError when more are asked for than the model has positions."""
+    if max_model_len is None:
+        return positions
+    if max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; this model has {positions} positions: choose at most that"
+        )
+    return max_model_len
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -137,3 +101,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelFormatError(f"{path} does not hold a JSON object")
     return data
+
+
+def read_eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    """End-of-text tokens: generation_config.json's where it names some, else config.json's."""
+    found: Any = config.eos_token_id
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        from_file = read_json_object(generation).get("eos_token_id")
+        found = from_file if from_file is not None else found
+    if found is None:
+        return ()
+    return tuple(int(token) for token in (found if isinstance(found, list) else [found]))

@@ -1,0 +1,104 @@
+"""Rotary position embeddings: which angle a position has, for every scaling type.
+
+Owns the tables that kernels read. The frequencies are transformers' own (`ROPE_INIT_FUNCTIONS`); this module decides
+for which length they are computed and which of two sets a position uses.
+
+ * default, linear, llama3, yarn: one set, whatever the length.
+ * dynamic: the set of `max_model_len`, fixed at load, so that KV computed early and late agree.
+ * longrope: two sets. A sequence of more than `switch` tokens uses the long one for all of its tokens; one that grows
+   beyond is computed again, as the reference does. Short and long sequences have different keys (`Rope.digest`), since
+   their KV differs at equal tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tournant.workers.errors import ModelFormatError
+
+KNOWN_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+STRETCHED_TYPES = ("linear", "dynamic")  # config.json gives the unscaled length for these
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Inverse frequencies float32 [rotary_dim / 2], and the factor on cos and sin.
+
+    long_inv_freq, switch: the second set of longrope and the length above which it is used; 0 = no second set.
+    """
+
+    inv_freq: torch.Tensor
+    scaling: float
+    long_inv_freq: torch.Tensor | None = None
+    switch: int = 0
+
+    def digest(self, *, long: bool) -> bytes:
+        """SHA-256 of everything that decides the rotation of a short or a long sequence."""
+        hasher = hashlib.sha256(self.inv_freq.numpy().tobytes())
+        hasher.update(torch.tensor([self.scaling], dtype=torch.float64).numpy().tobytes())
+        if self.long_inv_freq is not None:
+            hasher.update(self.long_inv_freq.numpy().tobytes() + self.switch.to_bytes(8, "little") + bytes([long]))
+        return hasher.digest()
+
+    def table(self, num_positions: int) -> torch.Tensor:
+        """cos half | sin half, float32 [rows, rotary_dim]: one row per position, and where there is a second set, its
+        rows after them (row = position + num_positions).
+        """
+        positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
+        angles = positions * self.inv_freq[None, :]
+        if self.long_inv_freq is not None:
+            angles = torch.cat([angles, positions * self.long_inv_freq[None, :]])
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self.scaling).contiguous()
+
+
+def position_limit(config: Any) -> int:
+    """Tokens a model may hold: its positions, times the factor where the configuration gives the unscaled number."""
+    limit = int(config.max_position_embeddings)
+    for parameters in _parameter_sets(config):
+        kind, factor = parameters.get("rope_type", "default"), float(parameters.get("factor") or 1.0)
+        if kind in STRETCHED_TYPES:
+            return int(limit * factor)
+        if kind == "yarn" and (original := parameters.get("original_max_position_embeddings")):
+            return max(limit, int(original * factor))
+    return limit
+
+
+def make_rope(config: Any, head_size: int, max_model_len: int, layer_type: str | None = None) -> Rope:
+    """The rotation of a HF configuration's layers (of one layer type where they differ). Raises ModelFormatError."""
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind not in KNOWN_TYPES:
+        raise ModelFormatError(f"config.json has rope_type {kind!r}; known are {', '.join(KNOWN_TYPES)}")
+    if kind == "default":
+        size = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+        return Rope(1.0 / (parameters["rope_theta"] ** exponents), 1.0)
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+
+    def compute(seq_len: int | None) -> tuple[torch.Tensor, float]:
+        try:
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len, **extra)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelFormatError(f"config.json has unusable {kind} RoPE parameters: {error!r}") from error
+        return inv_freq.float(), float(scaling)
+
+    if kind == "dynamic":
+        return Rope(*compute(max(max_model_len, int(config.max_position_embeddings))))
+    if kind != "longrope":
+        return Rope(*compute(None))
+    switch = int(parameters["original_max_position_embeddings"])
+    short, scaling = compute(None)
+    if max_model_len <= switch:
+        return Rope(short, scaling)
+    return Rope(short, scaling, compute(switch + 1)[0], switch)
+
+
+def _parameter_sets(config: Any) -> list[dict[str, Any]]:
+    parameters = config.rope_parameters
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
