@@ -92,6 +92,8 @@ class Samples:
         return Samples(tuple(function(value) for value in self.values))
 
     def __str__(self) -> str:
+        if len(self.values) == 1:
+            return number(self.median)
         return f"{number(self.median)} ({number(min(self.values))}-{number(max(self.values))})"
 
 

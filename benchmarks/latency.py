@@ -27,7 +27,7 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.forward_input import InputBuilder
 from tournant.workers.messages import EngineRequest
 from tournant.workers.model_files import resolve_model
-from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.families import read_decoder_config
 from tournant.workers.sampling_params import SamplingParams
 from tournant.workers.scheduler import Scheduler
 from tournant.workers.sequence import Sequence as EngineSequence
@@ -91,7 +91,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 def _server(options: Options) -> Table:
     files = resolve_model(options.model, "bfloat16", progress=say)
     costs, bounds = ModelCosts.of(files.folder), Bounds(options.quick)
-    vocab_size = DecoderConfig.from_folder(files.folder).vocab_size
+    vocab_size = read_decoder_config(files.folder).vocab_size
     traffic = QUICK_TRAFFIC if options.quick else TRAFFIC
     config = {
         "model": str(files.folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.families import read_decoder_config
 
 BF16_BYTES = 2
 
@@ -26,7 +26,7 @@ class ModelCosts:
     @classmethod
     def of(cls, folder: Path) -> ModelCosts:
         """Costs of the model in a folder."""
-        model = DecoderConfig.from_folder(folder)
+        model = read_decoder_config(folder)
         heads, kv_heads, size, hidden = model.num_heads, model.num_kv_heads, model.head_size, model.hidden_size
         layer = hidden * (2 * heads + 2 * kv_heads) * size + 3 * hidden * model.intermediate_size
         return cls(

@@ -33,7 +33,7 @@ from benchmarks.common import (
 from benchmarks.contestant import Contestant
 from benchmarks.model_costs import ModelCosts
 from tournant.workers.model_files import ModelFiles, default_model_path, resolve_model
-from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.families import read_decoder_config
 
 OURS, TRANSFORMERS, VLLM, LLAMA = "tournant", "transformers", "vllm", "llama.cpp"
 FLAGS = {VLLM: "--vllm-python", LLAMA: "--llama-python"}
@@ -92,7 +92,7 @@ def run(options: Options) -> Report:
             name: contestant.idle_cpu_share(0.2 if options.quick else 2.0) for name, contestant in contestants.items()
         }
         report.add(check_tokens(contestants, shares, files, options))
-        vocab_size = DecoderConfig.from_folder(files.folder).vocab_size
+        vocab_size = read_decoder_config(files.folder).vocab_size
         costs, bounds = ModelCosts.of(files.folder), Bounds(options.quick)
         for job in QUICK_JOBS if options.quick else JOBS:
             say(f"measuring {job.title}")

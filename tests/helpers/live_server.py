@@ -106,7 +106,7 @@ class LiveServer:
 def live_server(
     model: Path, name: str = "m", engine: dict[str, Any] | None = None, **fields: Any
 ) -> Iterator[LiveServer]:
-    """A server on a model folder: fp32, deterministic, one thread, the SMALL pool of M unless `engine` says otherwise."""
+    """A server on a model: fp32, deterministic, one thread, the SMALL pool of M unless `engine` says otherwise."""
     defaults = {
         "device": "cpu",
         "dtype": "float32",

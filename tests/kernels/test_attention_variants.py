@@ -57,7 +57,9 @@ def test_a_row_has_the_same_bits_in_every_chunking(dtype: torch.dtype, window: i
         for first in range(length - 70, length, chunk):
             end = min(first + chunk, length)
             tables, start = plan.block_tables, torch.tensor([0, end - first], dtype=torch.int32)
-            part = ops.plan_attention(tables, start, torch.tensor([end], dtype=torch.int32), plan.layout, plan.num_heads)
+            part = ops.plan_attention(
+                tables, start, torch.tensor([end], dtype=torch.int32), plan.layout, plan.num_heads
+            )
             out = torch.empty_like(q[first:end])
             ops.paged_attention(out, q[first:end].contiguous(), kv_cache, 0, part, 0.125, window, 20.0)
             assert torch.equal(out, whole[first:end])
@@ -66,7 +68,7 @@ def test_a_row_has_the_same_bits_in_every_chunking(dtype: torch.dtype, window: i
 def test_bad_options_are_refused() -> None:
     q, kv_cache, plan = step(torch.float32, [(20, 2)])
     for options in ((-1, 0.0, None), (0, -1.0, None), (0, float("inf"), None), (0, 0.0, torch.empty(2, 5))):
-        with pytest.raises(ValueError, match="window is|softcap|lse is"):
+        with pytest.raises(ValueError, match=r"window is|softcap|lse is"):
             ops.paged_attention(torch.empty_like(q), q, kv_cache, 0, plan, 0.125, *options)
 
 

@@ -57,7 +57,9 @@ class Decoder:
         loader = _LayerLoader(config, checkpoint, dtype)
         self._layers = [loader.load(index) for index in range(config.num_layers)]
         self._norm = loader.norm("model.norm.weight", config.hidden_size)
-        self._head = self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
+        self._head = (
+            self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
+        )
 
     def layout(self, block_tokens: int, *, long: bool = False) -> KVLayout:
         """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences."""
@@ -148,7 +150,9 @@ class _LayerLoader:
         rows = [config.num_heads * size, config.num_kv_heads * size, config.num_kv_heads * size]
         if config.fused_projections:
             qkv, qkv_bias = self._joined(prefix + "self_attn.", ["qkv_proj"], [sum(rows)], hidden, config.qkv_bias)
-            gate_up, gate_up_bias = self._joined(prefix + "mlp.", ["gate_up_proj"], [2 * inter], hidden, config.mlp_bias)
+            gate_up, gate_up_bias = self._joined(
+                prefix + "mlp.", ["gate_up_proj"], [2 * inter], hidden, config.mlp_bias
+            )
         else:
             names = ["q_proj", "k_proj", "v_proj"]
             qkv, qkv_bias = self._joined(prefix + "self_attn.", names, rows, hidden, config.qkv_bias)
