@@ -191,10 +191,11 @@ class Report:
     def add(self, table: Table) -> None:
         """Keep a table and print it."""
         self.tables.append(table)
-        rich = RichTable(*table.columns, title=table.title, title_justify="left")
+        rich = RichTable(*table.columns)
         for row in table.rows:
             rich.add_row(*(_text(cell) for cell in row))
         out = console()
+        out.print(f"\n{table.title}", style="bold", markup=False, highlight=False)
         out.print(rich)
         for note in table.notes:
             out.print(f"  {note}", markup=False, highlight=False)
@@ -283,7 +284,7 @@ def print_machine(facts: Mapping[str, str]) -> None:
 
 
 def write(reports: Sequence[Report], facts: Mapping[str, str], options: Options) -> None:
-    """Write what `--markdown` and `--json` ask for."""
+    """Write what `--markdown` (all reports anew) and `--json` (the last report's rows) ask for."""
     if options.markdown is not None:
         head = ["# Benchmarks", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
         if options.quick:
@@ -293,4 +294,4 @@ def write(reports: Sequence[Report], facts: Mapping[str, str], options: Options)
         options.markdown.write_text("\n".join([*head, *(report.to_markdown() for report in reports)]), encoding="utf-8")
     if options.json is not None:
         with options.json.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for report in reports for line in report.to_json(facts))
+            file.writelines(line + "\n" for line in reports[-1].to_json(facts))

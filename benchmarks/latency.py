@@ -21,16 +21,15 @@ from benchmarks.common import BenchmarkError, Bounds, Cell, Options, Report, Sam
 from benchmarks.http_load import Arrivals, ServerProcess, load
 from benchmarks.model_costs import ModelCosts
 from tournant.kernels.layout import KVLayout
+from tournant.kvstore.block import Namespace
 from tournant.workers.batch import Batch, StepResult
-from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
+from tournant.workers.engine import Engine
 from tournant.workers.forward_input import InputBuilder
-from tournant.workers.messages import EngineRequest
+from tournant.workers.messages import EngineInfo, EngineRequest
 from tournant.workers.model_files import resolve_model
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.sampling_params import SamplingParams
-from tournant.workers.scheduler import Scheduler
-from tournant.workers.sequence import Sequence as EngineSequence
 
 MAX_CONTROL_MS = 1.0
 SMOLLM2_LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=16, head_size=64, dtype=torch.bfloat16)
@@ -143,37 +142,48 @@ def _server(options: Options) -> Table:
 
 
 class ControlPath:
-    """`num_seqs` decoding sequences in SmolLM2's shapes, and the three parts of a step around a null forward."""
+    """`num_seqs` decoding sequences in SmolLM2's shapes, and a runner that prepares the input and makes tokens up."""
 
     def __init__(self, num_seqs: int, max_tokens: int) -> None:
-        config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=1024)
-        blocks_each = -(-(CONTROL_PROMPT + max_tokens) // SMOLLM2_LAYOUT.block_tokens)
+        tokens = CONTROL_PROMPT + max_tokens
+        blocks_each = -(-tokens // SMOLLM2_LAYOUT.block_tokens)
+        info = EngineInfo(
+            writer_id=1, pid=0, max_model_len=tokens, pool_tokens=num_seqs * blocks_each * SMOLLM2_LAYOUT.block_tokens,
+            block_tokens=SMOLLM2_LAYOUT.block_tokens, max_num_seqs=num_seqs, max_queued_requests=0,
+            vocab_size=SMOLLM2_VOCAB, eos_token_ids=(), dtype="bfloat16", device="cpu",
+            namespace=Namespace(b"w" * 32, "bf16", "null", b"l" * 32),
+        )
         self._rng = random.Random(20)
-        self._scheduler = Scheduler(config, BlockManager(num_seqs * blocks_each, SMOLLM2_LAYOUT.block_tokens), ())
         self._inputs = InputBuilder(SMOLLM2_LAYOUT, SMOLLM2_HEADS, num_seqs, blocks_each, pad_rows=False)
+        self._engine = Engine(EngineConfig(max_num_seqs=num_seqs), self, info)
+        self._num_tokens = 0
+        self._times = (0.0, 0.0, 0.0)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         for number in range(num_seqs):
             prompt = [self._rng.randrange(SMOLLM2_VOCAB) for _ in range(CONTROL_PROMPT)]
-            request = EngineRequest(number, prompt, params)
-            total = CONTROL_PROMPT + max_tokens
-            self._scheduler.add(EngineSequence(request, 0, number, total, number, b"n" * 32, time.monotonic()))
-        while self.step()[1] != num_seqs:  # until every sequence decodes
-            pass
+            self._engine.add_request(EngineRequest(number, prompt, params))
+        while self._num_tokens != num_seqs:  # until every sequence decodes
+            self._engine.step()
 
-    def step(self) -> tuple[tuple[float, float, float], int]:
-        """Seconds of schedule, build and postprocess of one step, and its number of tokens."""
-        times = [time.perf_counter()]
-        batch: Batch | None = self._scheduler.schedule(times[0])
-        times.append(time.perf_counter())
-        if batch is None:
-            raise BenchmarkError("the control path ran out of tokens to decode")
+    def run(self, batch: Batch) -> StepResult:
+        """The runner's part of a step; notes when it began, when the input was ready, and when it gave the result."""
+        began = time.perf_counter()
         self._inputs.build(batch)
-        times.append(time.perf_counter())
+        built = time.perf_counter()
         result = StepResult([self._rng.randrange(SMOLLM2_VOCAB) for _ in batch.sampling])
-        times.append(time.perf_counter())
-        self._scheduler.postprocess(batch, result, times[-1])
-        times.append(time.perf_counter())
-        return (times[1] - times[0], times[2] - times[1], times[4] - times[3]), batch.num_tokens
+        self._num_tokens = batch.num_tokens
+        self._times = (began, built, time.perf_counter())
+        return result
+
+    def step(self) -> tuple[float, float, float]:
+        """Seconds of schedule, build and postprocess of one step. Raises BenchmarkError when nothing is left to do."""
+        if not self._engine.has_work:
+            raise BenchmarkError("the control path ran out of tokens to decode")
+        start = time.perf_counter()
+        self._engine.step()
+        end = time.perf_counter()
+        began, built, given = self._times
+        return began - start, built - began, end - given
 
 
 def _control_path(options: Options) -> Table:
@@ -181,7 +191,7 @@ def _control_path(options: Options) -> Table:
     parts: dict[str, list[float]] = {name: [] for name in ("schedule", "build input", "postprocess", "sum")}
     path = ControlPath(num_seqs, steps * (options.rounds + 1) + 64)
     for round_number in range(options.rounds + 1):
-        times = [path.step()[0] for _ in range(steps)]
+        times = [path.step() for _ in range(steps)]
         if round_number:
             for place, name in enumerate(("schedule", "build input", "postprocess")):
                 parts[name].append(statistics.median(time[place] for time in times) * 1e3)

@@ -7,7 +7,7 @@ the connection closes), at the prompt it ends the chat, as /exit does.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -22,10 +22,16 @@ class ChatError(RuntimeError):
 
 
 class Chat:
-    """One conversation. model: None = the first one that the server lists. Raises ChatError when there is none."""
+    """One conversation.
 
-    def __init__(self, client: httpx.Client, model: str | None = None, system: str | None = None) -> None:
+    model: None = the first one that the server lists; sampling: further fields of every request, such as temperature.
+    Raises ChatError when the server lists no model.
+    """
+
+    def __init__(self, client: httpx.Client, model: str | None = None, system: str | None = None,
+                 sampling: Mapping[str, Any] | None = None) -> None:
         self._client = client
+        self._sampling = dict(sampling or {})
         self._system = system
         self.model = model or self._first_model()
         self.messages: list[dict[str, str]] = []
@@ -52,7 +58,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        body = {"model": self.model, "messages": messages, "stream": True}
+        body = {**self._sampling, "model": self.model, "messages": messages, "stream": True}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -99,15 +105,15 @@ def _unreachable(client: httpx.Client, error: httpx.HTTPError) -> str:
     return f"no answer from {client.base_url}: {error or type(error).__name__}; is `tournant serve` running there?"
 
 
-def run_chat(url: str, model: str | None, system: str | None, read: Callable[[str], str],
-             show: Callable[[str], None]) -> None:
+def run_chat(url: str, model: str | None, system: str | None, sampling: Mapping[str, Any],
+             read: Callable[[str], str], show: Callable[[str], None]) -> None:
     """Chat until the user ends it. read: prompts for a line, may raise EOFError; show: prints text as it is.
 
     Raises ChatError when the server cannot be reached at the start; later errors are shown and the chat goes on.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
-        chat = Chat(client, model, system)
+        chat = Chat(client, model, system, sampling)
         show(f"{chat.model} at {client.base_url}. {HELP}\n")
         while True:
             try:

@@ -66,6 +66,8 @@ def chat(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to talk to; the first one listed if left out.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 = always the most probable token.")] = 0.6,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1000,
 ) -> None:
     """Chat in the terminal with a running server. Ctrl-C stops an answer, /exit ends."""
     def show(text: str) -> None:
@@ -73,7 +75,7 @@ def chat(
         sys.stdout.flush()
 
     try:
-        run_chat(url, model, system, input, show)
+        run_chat(url, model, system, {"temperature": temperature, "max_tokens": max_tokens}, input, show)
     except ChatError as error:
         _fail(str(error), 1)
 

@@ -61,5 +61,8 @@ class EngineConfig:
                 isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
             ):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+        for name in ("enable_prefix_caching", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
@@ -218,9 +218,7 @@ class ProcessEngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket pair is connected."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream transport is needed, not {type(transport).__name__}")
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the engine: every completed frame is handled at once."""

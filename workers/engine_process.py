@@ -99,6 +99,7 @@ class EngineServer:
             if not engine.has_work:
                 self._wake.wait()
             self._wake.clear()
+            told = bool(self._inbox)  # an abort yields no output, but other numbers
             outputs = self._handle_inbox(engine)
             if engine.has_work:
                 try:
@@ -110,7 +111,7 @@ class EngineServer:
                     outputs += engine.fail_all(f"the engine could not compute a step: {type(error).__name__}")
                     if failed >= MAX_FAILED_STEPS:
                         raise
-            if outputs:
+            if outputs or told:
                 step += 1
                 self._send(step_to_wire(StepMessage(self._writer_id, step, outputs, engine.stats())))
 

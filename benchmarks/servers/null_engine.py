@@ -47,6 +47,11 @@ class NullEngineClient:
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
+    def abort_answer(self, request_id: int, index: int) -> None:
+        """See `EngineClient`; a request has one answer."""
+        if index == 0:
+            self.abort([request_id])
+
     async def reset_prefix_cache(self) -> bool:
         """See `EngineClient`."""
         return True

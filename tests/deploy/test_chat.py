@@ -52,12 +52,12 @@ def chat_with(*bodies: Stream | httpx.Response, **options: Any) -> tuple[Chat, l
 
 def test_answers_are_shown_as_they_come_and_remembered() -> None:
     first = Stream(event("Hel"), event("lo") + b": comment\n\n", b"data: [DONE]\n\n")
-    chat, sent = chat_with(first, Stream(event("Bye")), system="Be short.")
+    chat, sent = chat_with(first, Stream(event("Bye")), system="Be short.", sampling={"seed": 3})
     shown: list[str] = []
     chat.ask("Hi", shown.append)
     chat.ask("Go", shown.append)
     assert shown == ["Hel", "lo", "Bye"]
-    assert sent[1] == {"model": "m", "stream": True, "messages": [
+    assert sent[1] == {"model": "m", "stream": True, "seed": 3, "messages": [
         {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Go"},
     ]}
@@ -109,7 +109,7 @@ def test_a_session_resets_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chat, "ask", ask)
     lines = iter(["one", "", "/reset", "bad", "two", "/exit", "never"])
     shown: list[str] = []
-    run_chat("http://server/v1", "m", None, lambda _: next(lines), shown.append)
+    run_chat("http://server/v1", "m", None, {}, lambda _: next(lines), shown.append)
     assert [[message["content"] for message in messages] for messages in asked] == [["one"], ["bad"], ["bad", "two"]]
     assert "error: no\n" in shown
     assert next(lines) == "never"

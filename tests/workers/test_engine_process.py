@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.workers.harness import files_of
 from tournant.workers.config import EngineConfig
@@ -56,11 +57,13 @@ class Answer:
         return [token for output in self.outputs for token in output.token_ids]
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 90))  # type: ignore[arg-type]
+def run(scenario: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None):
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(scenario(), 90))  # type: ignore[arg-type]
 
 
-def test_a_life(tiny_model: Path) -> None:
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_life(tiny_model: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
     """Ready, answers, cache hit, reset, abort, a request that cannot run, close: one process for all of it."""
 
     async def scenario() -> None:
@@ -85,6 +88,9 @@ def test_a_life(tiny_model: Path) -> None:
             assert not await client.reset_prefix_cache()
             client.abort([long.request_id, 12345])
             assert await client.validate() == ""
+            quick = Answer(client, [1], max_tokens=1)
+            await quick.done.wait()
+            assert (client.stats.num_running, client.stats.kv_used) == (0, 0)
             assert await client.reset_prefix_cache(), "an aborted request still held blocks"
             seen = len(long.outputs)
 
@@ -98,7 +104,7 @@ def test_a_life(tiny_model: Path) -> None:
         with pytest.raises(EngineDeadError):
             Answer(client, [1])
 
-    run(scenario)
+    run(scenario, loop_factory)
 
 
 def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> None:
