@@ -76,13 +76,36 @@ OUTSTANDING = _gauge("tournant_answers_outstanding", "Answers admitted by the fr
 HTTP_REQUESTS = _counter("tournant_http_requests_total", "HTTP responses by route and status", "route", "status")
 
 SPECS = (
-    NUM_RUNNING, NUM_WAITING, KV_USAGE, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS,
-    SUCCESS, TTFT, TPOT, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS,
-    ENGINE_UP, ENGINE_STEPS, KV_BLOCKS, OUTSTANDING, HTTP_REQUESTS,
+    NUM_RUNNING,
+    NUM_WAITING,
+    KV_USAGE,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    SUCCESS,
+    TTFT,
+    TPOT,
+    E2E,
+    QUEUE_TIME,
+    PREFILL_TIME,
+    DECODE_TIME,
+    REQUEST_PROMPT_TOKENS,
+    REQUEST_GENERATION_TOKENS,
+    ENGINE_UP,
+    ENGINE_STEPS,
+    KV_BLOCKS,
+    OUTSTANDING,
+    HTTP_REQUESTS,
 )
 ENGINE_COUNTERS: tuple[tuple[MetricSpec, str], ...] = (  # which field of EngineStats feeds which counter
-    (PREFIX_QUERIES, "prefix_query_tokens"), (PREFIX_HITS, "prefix_hit_tokens"), (PREEMPTIONS, "num_preemptions"),
-    (PROMPT_TOKENS, "prompt_tokens"), (GENERATION_TOKENS, "generation_tokens"), (ENGINE_STEPS, "num_steps"),
+    (PREFIX_QUERIES, "prefix_query_tokens"),
+    (PREFIX_HITS, "prefix_hit_tokens"),
+    (PREEMPTIONS, "num_preemptions"),
+    (PROMPT_TOKENS, "prompt_tokens"),
+    (GENERATION_TOKENS, "generation_tokens"),
+    (ENGINE_STEPS, "num_steps"),
 )
 
 
@@ -181,8 +204,12 @@ class MetricsRegistry:
         record[REQUEST_PROMPT_TOKENS](request.prompt_tokens, ())
         record[REQUEST_GENERATION_TOKENS](request.generation_tokens, ())
         for spec, seconds in (
-            (E2E, request.e2e_s), (TTFT, request.ttft_s), (TPOT, request.tpot_s), (QUEUE_TIME, request.queue_s),
-            (PREFILL_TIME, request.prefill_s), (DECODE_TIME, request.decode_s),
+            (E2E, request.e2e_s),
+            (TTFT, request.ttft_s),
+            (TPOT, request.tpot_s),
+            (QUEUE_TIME, request.queue_s),
+            (PREFILL_TIME, request.prefill_s),
+            (DECODE_TIME, request.decode_s),
         ):
             if seconds is not None:
                 record[spec](seconds, ())

@@ -94,36 +94,63 @@ class Replica:
     async def describe(self) -> dict[str, Any]:
         """Facts: model, device, dtype, engine_pid, and the tokens of context, pool and longest sequence."""
         info = self.frontend.engine.info
-        return {"model": self._name, "device": info.device, "dtype": info.dtype, "engine_pid": info.pid,
-                "max_model_len": info.max_model_len, "pool_tokens": info.pool_tokens,
-                "max_sequence_tokens": info.max_sequence_tokens}
+        return {
+            "model": self._name,
+            "device": info.device,
+            "dtype": info.dtype,
+            "engine_pid": info.pid,
+            "max_model_len": info.max_model_len,
+            "pool_tokens": info.pool_tokens,
+            "max_sequence_tokens": info.max_sequence_tokens,
+        }
 
-    async def generate(self, prompt: Prompt, *, cache_salt: str | None = None, priority: int = 0,
-                       timeout_s: float | None = None, **sampling: Any) -> dict[str, Any]:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> dict[str, Any]:
         """Whole answers to one prompt (text, token ids or chat messages) as a plain `Completion`.
 
         sampling: fields of SamplingParams. Raises RequestError for what can never be served, Overloaded,
         EngineDeadError, GenerationFailed. Cancelling the call stops the engine's work.
         """
-        completion = await self.frontend.generate(prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority,
-                                                  timeout_s=timeout_s)
+        completion = await self.frontend.generate(
+            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
+        )
         return asdict(completion)
 
-    async def stream(self, prompt: Prompt, *, cache_salt: str | None = None, priority: int = 0,
-                     timeout_s: float | None = None, **sampling: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[dict[str, Any]]:
         """As `generate`, piece by piece: plain dicts with index, text, token_ids, logprobs, finish_reason, stop_reason.
 
         Call it through `handle.options(stream=True)`. Leaving the iteration stops the engine's work.
         """
-        stream = await self.frontend.stream(prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority,
-                                            timeout_s=timeout_s)
+        stream = await self.frontend.stream(
+            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
+        )
         try:
             async for delta in stream:
                 if delta.error is not None:
                     raise delta.error
-                yield {"index": delta.index, "text": delta.text, "token_ids": delta.token_ids,
-                       "logprobs": delta.logprobs and [(token_id, asdict(entry)) for token_id, entry in delta.logprobs],
-                       "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+                yield {
+                    "index": delta.index,
+                    "text": delta.text,
+                    "token_ids": delta.token_ids,
+                    "logprobs": delta.logprobs and [(token_id, asdict(entry)) for token_id, entry in delta.logprobs],
+                    "finish_reason": delta.finish_reason,
+                    "stop_reason": delta.stop_reason,
+                }
         finally:
             stream.cancel()
 

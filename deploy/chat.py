@@ -28,8 +28,13 @@ class Chat:
     Raises ChatError when the server lists no model.
     """
 
-    def __init__(self, client: httpx.Client, model: str | None = None, system: str | None = None,
-                 sampling: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        client: httpx.Client,
+        model: str | None = None,
+        system: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         self._client = client
         self._sampling = dict(sampling or {})
         self._system = system
@@ -105,8 +110,14 @@ def _unreachable(client: httpx.Client, error: httpx.HTTPError) -> str:
     return f"no answer from {client.base_url}: {error or type(error).__name__}; is `tournant serve` running there?"
 
 
-def run_chat(url: str, model: str | None, system: str | None, sampling: Mapping[str, Any],
-             read: Callable[[str], str], show: Callable[[str], None]) -> None:
+def run_chat(
+    url: str,
+    model: str | None,
+    system: str | None,
+    sampling: Mapping[str, Any],
+    read: Callable[[str], str],
+    show: Callable[[str], None],
+) -> None:
     """Chat until the user ends it. read: prompts for a line, may raise EOFError; show: prints text as it is.
 
     Raises ChatError when the server cannot be reached at the start; later errors are shown and the chat goes on.

@@ -46,8 +46,12 @@ RAY_ENVIRONMENT = {
 }
 RAY_ADDRESSES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_NAMESPACE")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Serve a language model on Ray, and talk to it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve a language model on Ray, and talk to it.",
+)
 
 
 def main() -> None:
@@ -70,6 +74,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1000,
 ) -> None:
     """Chat in the terminal with a running server. Ctrl-C stops an answer, /exit ends."""
+
     def show(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -86,9 +91,12 @@ ENGINE, SERVICE = "Engine", "Service"
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Argument(
-        help="Folder with config.json and safetensors, a .gguf file, or a hub id. SmolLM2-135M-Instruct if left out.",
-    )] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder with config.json and safetensors, a .gguf file, or a hub id. SmolLM2-135M-Instruct if left out.",
+        ),
+    ] = None,
     config: Annotated[Path | None, Flag(help="Serve file (YAML); flags go before what it says.")] = None,
     host: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, Flag(rich_help_panel=SERVICE, help="Port to listen on [8000].")] = None,
@@ -101,22 +109,35 @@ def serve(
     cache_dir: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Where converted models are kept.")] = None,
     device: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DEVICES)}.")] = None,
     dtype: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DTYPES)}.")] = None,
-    max_model_len: Annotated[int | None, Flag(
-        rich_help_panel=ENGINE, help="Most tokens of prompt and answer [the model's limit].")] = None,
-    max_num_seqs: Annotated[int | None, Flag(
-        rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
-    max_num_batched_tokens: Annotated[int | None, Flag(
-        rich_help_panel=ENGINE, help="Tokens computed in one step [1024].")] = None,
-    max_queued_requests: Annotated[int | None, Flag(
-        rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")] = None,
-    kv_cache_bytes: Annotated[str | None, Flag(
-        rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB [by memory].")] = None,
-    enable_prefix_caching: Annotated[bool | None, Flag(
-        "--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=ENGINE,
-        help="Reuse the KV of prompts that begin alike [on].")] = None,
-    deterministic: Annotated[bool | None, Flag(
-        "--deterministic/--no-deterministic", rich_help_panel=ENGINE,
-        help="Same tokens whatever else runs, a little slower [off].")] = None,
+    max_model_len: Annotated[
+        int | None, Flag(rich_help_panel=ENGINE, help="Most tokens of prompt and answer [the model's limit].")
+    ] = None,
+    max_num_seqs: Annotated[int | None, Flag(rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, Flag(rich_help_panel=ENGINE, help="Tokens computed in one step [1024].")
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None, Flag(rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")
+    ] = None,
+    kv_cache_bytes: Annotated[
+        str | None, Flag(rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB [by memory].")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        Flag(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            rich_help_panel=ENGINE,
+            help="Reuse the KV of prompts that begin alike [on].",
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        Flag(
+            "--deterministic/--no-deterministic",
+            rich_help_panel=ENGINE,
+            help="Same tokens whatever else runs, a little slower [off].",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint, on a private Ray that ends with this command."""
     chosen = {name: value for name, value in locals().items() if value is not None and name != "config"}
@@ -210,9 +231,18 @@ class ServiceRun:
         ours, theirs = os.pipe()
         # -P keeps the current folder off the module path; a session of its own keeps Ctrl-C away from Ray
         command = [sys.executable, "-P", "-m", "tournant.deploy.local_ray", str(theirs), str(folder.path)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   pass_fds=[theirs], start_new_session=True, env=ray_environment(), text=True,
-                                   encoding="utf-8", errors="replace")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs],
+            start_new_session=True,
+            env=ray_environment(),
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         os.close(theirs)
         if process.stdin is None or process.stdout is None:
             raise OSError("the pipes to the service are missing")
@@ -266,8 +296,10 @@ class ServiceRun:
         )
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         question = {"model": facts["model"], "messages": messages, "max_tokens": 100, "temperature": 0}
-        typer.echo(f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
-                   f"{shlex.quote(json.dumps(question))}")
+        typer.echo(
+            f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
+            f"{shlex.quote(json.dumps(question))}"
+        )
 
     def _drain(self, process: subprocess.Popen[str] | None) -> None:
         """Let running requests end. A second signal ends the waiting."""

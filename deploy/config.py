@@ -44,27 +44,74 @@ ADVANCED_KEYS = frozenset({"block_tokens", "num_threads", "num_in_flight"})
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
 
 # What a Serve file may hold (ray.serve.schema), and of that what `tournant serve` carries out.
-SERVE_KEYS = frozenset({
-    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
-    "applications", "target_capacity",
-})
+SERVE_KEYS = frozenset(
+    {
+        "proxy_location",
+        "http_options",
+        "grpc_options",
+        "controller_options",
+        "logging_config",
+        "tracing_config",
+        "applications",
+        "target_capacity",
+    }
+)
 SERVE_KEYS_USED = frozenset({"proxy_location", "http_options", "applications"})
-HTTP_KEYS = frozenset({
-    "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
-    "ssl_keyfile_password", "ssl_ca_certs",
-})
-APPLICATION_KEYS = frozenset({
-    "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy", "args",
-    "logging_config", "external_scaler_enabled",
-})
+HTTP_KEYS = frozenset(
+    {
+        "host",
+        "port",
+        "root_path",
+        "request_timeout_s",
+        "keep_alive_timeout_s",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "ssl_keyfile_password",
+        "ssl_ca_certs",
+    }
+)
+APPLICATION_KEYS = frozenset(
+    {
+        "name",
+        "route_prefix",
+        "import_path",
+        "runtime_env",
+        "host",
+        "port",
+        "deployments",
+        "autoscaling_policy",
+        "args",
+        "logging_config",
+        "external_scaler_enabled",
+    }
+)
 APPLICATION_KEYS_USED = frozenset({"name", "route_prefix", "import_path", "args", "deployments"})
-DEPLOYMENT_KEYS = frozenset({
-    "name", "num_replicas", "max_ongoing_requests", "max_queued_requests", "backpressure_config", "user_config",
-    "autoscaling_config", "graceful_shutdown_wait_loop_s", "graceful_shutdown_timeout_s", "health_check_period_s",
-    "health_check_timeout_s", "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
-    "placement_group_bundle_label_selector", "max_replicas_per_node", "logging_config", "request_router_config",
-    "gang_scheduling_config", "deployment_actors", "rolling_update_percentage", "max_surge_percent",
-})
+DEPLOYMENT_KEYS = frozenset(
+    {
+        "name",
+        "num_replicas",
+        "max_ongoing_requests",
+        "max_queued_requests",
+        "backpressure_config",
+        "user_config",
+        "autoscaling_config",
+        "graceful_shutdown_wait_loop_s",
+        "graceful_shutdown_timeout_s",
+        "health_check_period_s",
+        "health_check_timeout_s",
+        "ray_actor_options",
+        "placement_group_bundles",
+        "placement_group_strategy",
+        "placement_group_bundle_label_selector",
+        "max_replicas_per_node",
+        "logging_config",
+        "request_router_config",
+        "gang_scheduling_config",
+        "deployment_actors",
+        "rolling_update_percentage",
+        "max_surge_percent",
+    }
+)
 Model = TypeVar("Model", bound=BaseModel)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
 
@@ -181,8 +228,11 @@ class ServiceConfig(BaseModel):
 
 
 _SERVICE_KEYS = [name for name in ServiceConfig.model_fields if name != "engine"] + ["engine", "advanced"]
-_ALL_KEYS = [*_SERVICE_KEYS, *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
-             *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS))]
+_ALL_KEYS = [
+    *_SERVICE_KEYS,
+    *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
+    *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS)),
+]
 
 
 def _unknown_key(key: str, known: Iterable[str]) -> str:
@@ -316,8 +366,12 @@ def _faults_of_keys(section: str, data: Any, known: frozenset[str], used: frozen
     if not isinstance(data, Mapping):
         return [f"{section or 'the file'} is {data!r}; it must be a mapping of names to values"]
     prefix = f"{section}." if section else ""
-    faults = [_unknown_key(prefix + str(key), [prefix + name for name in sorted(known)])
-              for key in data if key not in known]
-    faults += [f"{prefix}{key} is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"
-               for key in data if key in known - used]
+    faults = [
+        _unknown_key(prefix + str(key), [prefix + name for name in sorted(known)]) for key in data if key not in known
+    ]
+    faults += [
+        f"{prefix}{key} is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"
+        for key in data
+        if key in known - used
+    ]
     return faults

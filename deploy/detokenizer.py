@@ -55,8 +55,18 @@ class Detokenizer:
     counts only when the token that completes it is token number `min_tokens` or a later one.
     """
 
-    __slots__ = ("_bytes", "_held", "_include_stop", "_matchers", "_min_tokens", "_skip", "_token_bytes",
-                 "num_emitted", "num_tokens", "stopped")
+    __slots__ = (
+        "_bytes",
+        "_held",
+        "_include_stop",
+        "_matchers",
+        "_min_tokens",
+        "_skip",
+        "_token_bytes",
+        "num_emitted",
+        "num_tokens",
+        "stopped",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._token_bytes = tokenizer.token_bytes

@@ -28,7 +28,9 @@ class PromptTooLong(RequestError):  # noqa: N818 - names the fact
     def __init__(self, prompt_tokens: int, limit: int, limited_by: str) -> None:
         super().__init__(
             f"the prompt has {prompt_tokens} tokens, but prompt and answer together may have at most {limit} tokens "
-            f"({limited_by}); shorten the prompt to {limit - 1} tokens or fewer", "prompt")
+            f"({limited_by}); shorten the prompt to {limit - 1} tokens or fewer",
+            "prompt",
+        )
         self.args = (prompt_tokens, limit, limited_by)
         self.prompt_tokens = prompt_tokens
         self.limit = limit

@@ -53,8 +53,13 @@ class Frontend:
     on_request_end: is told about every request that was admitted, once, when it is over.
     """
 
-    def __init__(self, tokenizer: Tokenizer, engine: EngineClient, options: FrontendOptions | None = None,
-                 on_request_end: Callable[[RequestRecord], None] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: EngineClient,
+        options: FrontendOptions | None = None,
+        on_request_end: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
         self.options = options or FrontendOptions()
@@ -72,20 +77,46 @@ class Frontend:
         info = self.engine.info
         capacity = info.max_num_seqs + info.max_queued_requests
         if num_answers > capacity:
-            raise RequestError(f"the request asks for {num_answers} answers at once; this server holds at most "
-                               f"{capacity}; send fewer prompts or a smaller n", "n")
+            raise RequestError(
+                f"the request asks for {num_answers} answers at once; this server holds at most "
+                f"{capacity}; send fewer prompts or a smaller n",
+                "n",
+            )
         if self._outstanding + num_answers > capacity:
-            raise Overloaded(f"{self._outstanding} answers are being generated or wait, of at most {capacity}; "
-                             "try again later")
+            raise Overloaded(
+                f"{self._outstanding} answers are being generated or wait, of at most {capacity}; try again later"
+            )
 
-    def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str | None = None,
-               priority: int = 0, timeout_s: float | None = None, join_deltas: bool = True) -> GenerationStream:
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        join_deltas: bool = True,
+    ) -> GenerationStream:
         """`submit_many` of one prompt."""
-        return self.submit_many([prompt_token_ids], params, cache_salt=cache_salt, priority=priority,
-                                timeout_s=timeout_s, join_deltas=join_deltas)
+        return self.submit_many(
+            [prompt_token_ids],
+            params,
+            cache_salt=cache_salt,
+            priority=priority,
+            timeout_s=timeout_s,
+            join_deltas=join_deltas,
+        )
 
-    def submit_many(self, prompts: Sequence[list[int]], params: SamplingParams, *, cache_salt: str | None = None,
-                    priority: int = 0, timeout_s: float | None = None, join_deltas: bool = True) -> GenerationStream:
+    def submit_many(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        join_deltas: bool = True,
+    ) -> GenerationStream:
         """Hand prompts to the engine and return the stream of their len(prompts) x params.n answers.
 
         cache_salt: requests share cached blocks only with requests of the same salt; priority: lower runs earlier;
@@ -129,14 +160,28 @@ class Frontend:
             raise RequestError(str(error), "prompt") from error
         return [part for part in prompt if isinstance(part, int)]
 
-    async def stream(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None, priority: int = 0,
-                     timeout_s: float | None = None) -> GenerationStream:
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> GenerationStream:
         """Start a request from Python and return its stream; errors as `submit_many`."""
         token_ids = await self.encode_prompt(prompt)
         return self.submit(token_ids, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None,
-                       priority: int = 0, timeout_s: float | None = None) -> Completion:
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Completion:
         """Whole answers of one prompt; errors as `submit_many` and GenerationFailed. Cancelling it stops the engine."""
         stream = await self.stream(prompt, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
         return await stream.collect()
@@ -162,12 +207,15 @@ class Frontend:
             return False
 
     def _check_params(self, params: SamplingParams, info: EngineInfo) -> None:
-        for name, ids in (("logit_bias", [token for token, _ in params.logit_bias]),
-                          ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             for token_id in ids:
                 if not 0 <= token_id < info.vocab_size:
-                    raise RequestError(f"{name} names token {token_id}; this model's token ids are 0 to "
-                                       f"{info.vocab_size - 1}", name)
+                    raise RequestError(
+                        f"{name} names token {token_id}; this model's token ids are 0 to {info.vocab_size - 1}", name
+                    )
 
     def _room(self, token_ids: list[int], params: SamplingParams, info: EngineInfo) -> int:
         """Tokens that an answer to this prompt may have; checks the prompt."""
@@ -175,18 +223,21 @@ class Frontend:
             raise RequestError("the prompt has no tokens; it must have at least one", "prompt")
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < info.vocab_size:
-                raise RequestError(f"the prompt has token {token_id}; this model's token ids are 0 to "
-                                   f"{info.vocab_size - 1}", "prompt")
+                raise RequestError(
+                    f"the prompt has token {token_id}; this model's token ids are 0 to {info.vocab_size - 1}", "prompt"
+                )
         limit = info.max_sequence_tokens
         room = limit - len(token_ids)
         if room < 1:
-            limited_by = ("the model's context, max_model_len" if limit == info.max_model_len
-                          else "the KV cache, kv_cache_bytes")
+            limited_by = (
+                "the model's context, max_model_len" if limit == info.max_model_len else "the KV cache, kv_cache_bytes"
+            )
             raise PromptTooLong(len(token_ids), limit, limited_by)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
-    def _engine_request(self, token_ids: list[int], params: SamplingParams, limit: int,
-                        cache_salt: str | None, priority: int) -> EngineRequest:
+    def _engine_request(
+        self, token_ids: list[int], params: SamplingParams, limit: int, cache_salt: str | None, priority: int
+    ) -> EngineRequest:
         """The request as the engine sees it: without stop strings, and with one token where none but log-probabilities
         of the prompt were asked for."""
         max_tokens = max(limit, 1)
@@ -216,8 +267,9 @@ class Frontend:
 
         token_id = next(iter(engine.info.eos_token_ids), 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = EngineRequest(engine.new_request_id(), [token_id], params, [], engine.info.namespace.digest(),
-                                priority=PROBE_PRIORITY)
+        request = EngineRequest(
+            engine.new_request_id(), [token_id], params, [], engine.info.namespace.digest(), priority=PROBE_PRIORITY
+        )
         try:
             engine.submit(request, sink)
             return await asyncio.wait_for(reasons, self.options.probe_timeout_s) in ("length", "stop")

@@ -68,8 +68,17 @@ class Delta:
 class Answer:
     """Token log and text of one answer."""
 
-    __slots__ = ("_detokenizer", "_held_logprobs", "_params", "finish_reason", "index", "num_told", "pending",
-                 "stop_reason", "token_ids")
+    __slots__ = (
+        "_detokenizer",
+        "_held_logprobs",
+        "_params",
+        "finish_reason",
+        "index",
+        "num_told",
+        "pending",
+        "stop_reason",
+        "token_ids",
+    )
 
     def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.index = index
@@ -191,15 +200,19 @@ class GenerationStream:
     `with` block, by `aclose` or `cancel`, or by the cancellation of its task; each stops the engine's work at once.
     """
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, params: SamplingParams,
-                 requests: list[tuple[EngineRequest, int]], on_end: Callable[[GenerationStream], None],
-                 join_deltas: bool) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        requests: list[tuple[EngineRequest, int]],
+        on_end: Callable[[GenerationStream], None],
+        join_deltas: bool,
+    ) -> None:
         self.params = params
         self.arrival = time.monotonic()
         self.first_token_time: float | None = None
-        self.prompts = [
-            PromptState(request.token_ids, request.request_id, limit) for request, limit in requests
-        ]
+        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
         self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
         self._engine = engine
         self._on_end = on_end
@@ -226,8 +239,11 @@ class GenerationStream:
     def usage(self) -> Usage:
         """Token counts so far."""
         prompts = self.prompts
-        return Usage(sum(len(prompt.token_ids) for prompt in prompts), self._num_generated,
-                     sum(prompt.cached_tokens for prompt in prompts))
+        return Usage(
+            sum(len(prompt.token_ids) for prompt in prompts),
+            self._num_generated,
+            sum(prompt.cached_tokens for prompt in prompts),
+        )
 
     @property
     def max_tokens(self) -> list[int]:
@@ -289,10 +305,21 @@ class GenerationStream:
                 wholes[delta.index].merge(delta)
         if self._unfinished:
             raise GenerationFailed("the request was cancelled", "cancelled")
-        return Completion([
-            CompletedAnswer(whole.index, whole.text, whole.token_ids, whole.finish_reason or "", whole.stop_reason,
-                            whole.logprobs) for whole in wholes.values()
-        ], self.usage, self.max_tokens)
+        return Completion(
+            [
+                CompletedAnswer(
+                    whole.index,
+                    whole.text,
+                    whole.token_ids,
+                    whole.finish_reason or "",
+                    whole.stop_reason,
+                    whole.logprobs,
+                )
+                for whole in wholes.values()
+            ],
+            self.usage,
+            self.max_tokens,
+        )
 
     def record(self) -> RequestRecord:
         """What metrics keep of this request; answers cut short by the caller count as "abort"."""
@@ -307,7 +334,9 @@ class GenerationStream:
             e2e_s=now - self.arrival,
             ttft_s=None if first is None else first - self.arrival,
             tpot_s=decode_s / (per_answer - 1) if decode_s is not None and per_answer > 1 else None,
-            queue_s=self.prompts[0].queue_s, prefill_s=self.prompts[0].prefill_s, decode_s=decode_s,
+            queue_s=self.prompts[0].queue_s,
+            prefill_s=self.prompts[0].prefill_s,
+            decode_s=decode_s,
         )
 
     def _take(self, prompt_number: int, output: RequestOutput) -> None:
@@ -341,10 +370,12 @@ class GenerationStream:
 
     def _failure(self, output: RequestOutput) -> GenerationFailed:
         if not self._engine.alive:
-            return GenerationFailed(f"the engine ended: {output.error or 'no reason given'}; send the request again",
-                                    "engine_dead")
-        return GenerationFailed(f"the engine gave up this request: {output.error or output.finish_reason}",
-                                "engine_error")
+            return GenerationFailed(
+                f"the engine ended: {output.error or 'no reason given'}; send the request again", "engine_dead"
+            )
+        return GenerationFailed(
+            f"the engine gave up this request: {output.error or output.finish_reason}", "engine_error"
+        )
 
     def _add(self, answer: Answer, delta: Delta) -> None:
         delta.num_generated = self._num_generated

@@ -38,8 +38,21 @@ class ClientGone(Exception):  # noqa: N818 - a fact about the client, not a faul
 class Exchange:
     """One request and its response."""
 
-    __slots__ = ("_receive", "_scope", "_send", "_streaming", "completion_tokens", "finished", "method", "path",
-                 "prompt_tokens", "request_id", "route", "started_at", "status")
+    __slots__ = (
+        "_receive",
+        "_scope",
+        "_send",
+        "_streaming",
+        "completion_tokens",
+        "finished",
+        "method",
+        "path",
+        "prompt_tokens",
+        "request_id",
+        "route",
+        "started_at",
+        "status",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -96,8 +109,9 @@ class Exchange:
             pass
         on_gone()
 
-    async def respond(self, status: int, body: bytes, content_type: str = "application/json",
-                      headers: Headers = ()) -> None:
+    async def respond(
+        self, status: int, body: bytes, content_type: str = "application/json", headers: Headers = ()
+    ) -> None:
         """Send a whole response."""
         await self._start(status, [("content-type", content_type), ("content-length", str(len(body))), *headers])
         self.finished = True
@@ -110,8 +124,15 @@ class Exchange:
     async def start_events(self, headers: Headers = ()) -> None:
         """Begin a stream of server-sent events."""
         self._streaming = True
-        await self._start(200, [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"),
-                                ("x-accel-buffering", "no"), *headers])
+        await self._start(
+            200,
+            [
+                ("content-type", "text/event-stream; charset=utf-8"),
+                ("cache-control", "no-cache"),
+                ("x-accel-buffering", "no"),
+                *headers,
+            ],
+        )
 
     async def send_events(self, text: str, last: bool) -> None:
         """Send text that holds whole events; returns when the socket takes more, so a slow client slows its reader."""
@@ -130,13 +151,21 @@ class Exchange:
     def log(self) -> None:
         """One line of JSON about this exchange: no prompt, no answer, no query string."""
         if logger.isEnabledFor(logging.INFO):
-            logger.info(json.dumps({
-                "event": "request", "request_id": self.request_id, "method": self.method,
-                "path": self.path[:LOGGED_PATH_CHARS], "status": self.status or CLIENT_GONE,
-                "ms": round((time.perf_counter() - self.started_at) * 1000, 2),
-                "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-                "complete": self.finished,
-            }))
+            logger.info(
+                json.dumps(
+                    {
+                        "event": "request",
+                        "request_id": self.request_id,
+                        "method": self.method,
+                        "path": self.path[:LOGGED_PATH_CHARS],
+                        "status": self.status or CLIENT_GONE,
+                        "ms": round((time.perf_counter() - self.started_at) * 1000, 2),
+                        "prompt_tokens": self.prompt_tokens,
+                        "completion_tokens": self.completion_tokens,
+                        "complete": self.finished,
+                    }
+                )
+            )
 
     async def _emit(self, message: MutableMapping[str, Any]) -> None:
         try:

@@ -68,8 +68,9 @@ class HttpOptions:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def build_http_app(frontend_provider: FrontendProvider, options: HttpOptions, metrics: MetricsRegistry,
-                   prometheus: PrometheusBackend) -> AsgiApp:
+def build_http_app(
+    frontend_provider: FrontendProvider, options: HttpOptions, metrics: MetricsRegistry, prometheus: PrometheusBackend
+) -> AsgiApp:
     """The ASGI application. frontend_provider: the frontend to use now, None while there is none (503).
 
     metrics, prometheus: what `/metrics` brings up to date and shows; the frontend must feed the same registry.
@@ -79,15 +80,29 @@ def build_http_app(frontend_provider: FrontendProvider, options: HttpOptions, me
 
 def uvicorn_config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
     """How uvicorn serves the application: httptools and uvloop where they are installed, our own access log."""
-    return uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, server_header=False,
-                          ws="none", timeout_keep_alive=75, timeout_graceful_shutdown=30)
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=30,
+    )
 
 
 class HttpApp:
     """See `build_http_app`."""
 
-    def __init__(self, frontend_provider: FrontendProvider, options: HttpOptions, metrics: MetricsRegistry,
-                 prometheus: PrometheusBackend) -> None:
+    def __init__(
+        self,
+        frontend_provider: FrontendProvider,
+        options: HttpOptions,
+        metrics: MetricsRegistry,
+        prometheus: PrometheusBackend,
+    ) -> None:
         self._provider = frontend_provider
         self._options = options
         self._metrics = metrics
@@ -148,8 +163,13 @@ class HttpApp:
         exchange.route = path
         method, handler = self._routes[path]
         if exchange.method != method and not (method == "GET" and exchange.method == "HEAD"):
-            raise ApiError(405, f"{path} allows {method}, not {exchange.method[:20]}", None, "method_not_allowed",
-                           (("allow", method),))
+            raise ApiError(
+                405,
+                f"{path} allows {method}, not {exchange.method[:20]}",
+                None,
+                "method_not_allowed",
+                (("allow", method),),
+            )
         return handler
 
     def _frontend(self) -> Frontend:
@@ -162,8 +182,12 @@ class HttpApp:
         """The name to answer under. Raises ApiError 404 for a model that is not served here."""
         names = self._options.served_model_name
         if name is not None and name not in names:
-            raise ApiError(404, f"the model {name[:200]!r} does not exist; this server has {', '.join(names)}", "model",
-                           "model_not_found")
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} does not exist; this server has {', '.join(names)}",
+                "model",
+                "model_not_found",
+            )
         return name or names[0]
 
     # ------------------------------------------------------------ generation
@@ -174,10 +198,18 @@ class HttpApp:
         frontend.check_capacity(params.n)
         token_ids = await _encode_chat(frontend, body)
         usage, continuous = _usage_wanted(body)
-        with frontend.submit(token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0,
-                             join_deltas=not continuous) as stream:
-            writer = ChatWriter(f"chatcmpl-{exchange.request_id}", model, int(time.time()), frontend.tokenizer, stream,
-                                usage, continuous)
+        with frontend.submit(
+            token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
+        ) as stream:
+            writer = ChatWriter(
+                f"chatcmpl-{exchange.request_id}",
+                model,
+                int(time.time()),
+                frontend.tokenizer,
+                stream,
+                usage,
+                continuous,
+            )
             await _answer(exchange, stream, writer, bool(body.stream))
 
     async def _completions(self, exchange: Exchange) -> None:
@@ -191,13 +223,15 @@ class HttpApp:
             await tokenizer.encode_async(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
         usage, continuous = _usage_wanted(body)
-        with frontend.submit_many(token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0,
-                                  join_deltas=not continuous) as stream:
+        with frontend.submit_many(
+            token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
+        ) as stream:
             echo = None
             if body.echo:
                 echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False) for prompt in prompts]
-            writer = CompletionWriter(f"cmpl-{exchange.request_id}", model, int(time.time()), tokenizer, stream,
-                                      usage, continuous, echo)
+            writer = CompletionWriter(
+                f"cmpl-{exchange.request_id}", model, int(time.time()), tokenizer, stream, usage, continuous, echo
+            )
             await _answer(exchange, stream, writer, bool(body.stream))
 
     # ------------------------------------------------------------ the rest
@@ -211,9 +245,17 @@ class HttpApp:
 
     def _card(self, name: str) -> dict[str, Any]:
         info = self._frontend().engine.info
-        return {"id": name, "object": "model", "created": self._options.created, "owned_by": "tournant",
-                "root": self._options.served_model_name[0], "parent": None, "max_model_len": info.max_model_len,
-                "max_sequence_tokens": info.max_sequence_tokens, "weights_id": info.namespace.weights_id.hex()}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._options.created,
+            "owned_by": "tournant",
+            "root": self._options.served_model_name[0],
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "max_sequence_tokens": info.max_sequence_tokens,
+            "weights_id": info.namespace.weights_id.hex(),
+        }
 
     async def _health(self, exchange: Exchange) -> None:
         if not await self._frontend().healthy():
@@ -232,8 +274,11 @@ class HttpApp:
             token_ids = await tokenizer.encode_async(body.prompt, body.add_special_tokens is not False)
         else:
             token_ids = await _encode_chat(frontend, body)
-        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": frontend.engine.info.max_model_len,
-                                  "tokens": token_ids}
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": frontend.engine.info.max_model_len,
+            "tokens": token_ids,
+        }
         if body.return_token_strs:
             answer["token_strs"] = [token_string(tokenizer.token_bytes(token_id)) for token_id in token_ids]
         await exchange.respond_json(answer)
@@ -275,8 +320,9 @@ async def _answer(exchange: Exchange, stream: GenerationStream, writer: Response
         exchange.prompt_tokens, exchange.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
 
-async def _send_stream(exchange: Exchange, stream: GenerationStream, writer: ResponseWriter,
-                       headers: list[tuple[str, str]]) -> None:
+async def _send_stream(
+    exchange: Exchange, stream: GenerationStream, writer: ResponseWriter, headers: list[tuple[str, str]]
+) -> None:
     """Send events until the stream is over. An error before the first event is still an ordinary error response."""
     while deltas := await stream.next_deltas():
         events: list[str] = []
@@ -304,8 +350,10 @@ async def _encode_chat(frontend: Frontend, body: ChatBody | TokenizeBody) -> lis
     try:
         return await frontend.tokenizer.apply_chat_async(
             [message.to_template(place) for place, message in enumerate(messages)],
-            add_generation_prompt=generation_prompt, continue_final_message=continues,
-            template_kwargs=body.chat_template_kwargs)
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continues,
+            template_kwargs=body.chat_template_kwargs,
+        )
     except ValueError as error:
         raise RequestError(str(error), "messages") from error
 
@@ -335,8 +383,12 @@ def _api_error(error: Exception) -> ApiError:
             raise ClientGone from error
         case GenerationFailed():
             return ApiError(FAILURE_STATUS[error.kind], str(error), None, error.kind)
-    return ApiError(500, "something went wrong in the server; its log has the details under this request's id", None,
-                    "internal_error")
+    return ApiError(
+        500,
+        "something went wrong in the server; its log has the details under this request's id",
+        None,
+        "internal_error",
+    )
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -107,12 +107,14 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
-    def _answer(self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-                use_tqdm: bool) -> list[PromptOutput]:
+    def _answer(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+    ) -> list[PromptOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -138,8 +140,9 @@ class LLM:
             raise
 
 
-async def _answer_all(frontend: Frontend, pairs: list[tuple[Prompt, SamplingParams]],
-                      done: Callable[[], None]) -> list[PromptOutput]:
+async def _answer_all(
+    frontend: Frontend, pairs: list[tuple[Prompt, SamplingParams]], done: Callable[[], None]
+) -> list[PromptOutput]:
     """As many feeders as keep the engine busy, each taking the next prompt once its last one is answered."""
     info = frontend.engine.info
     outputs: list[PromptOutput | None] = [None] * len(pairs)
@@ -157,8 +160,12 @@ async def _answer_all(frontend: Frontend, pairs: list[tuple[Prompt, SamplingPara
     return [output for output in outputs if output is not None]
 
 
-async def _feed(frontend: Frontend, queue: Iterator[tuple[int, tuple[Prompt, SamplingParams]]],
-                outputs: list[PromptOutput | None], done: Callable[[], None]) -> None:
+async def _feed(
+    frontend: Frontend,
+    queue: Iterator[tuple[int, tuple[Prompt, SamplingParams]]],
+    outputs: list[PromptOutput | None],
+    done: Callable[[], None],
+) -> None:
     for place, (prompt, params) in queue:
         token_ids = await frontend.encode_prompt(prompt)
         completion = await frontend.submit(token_ids, params).collect()

@@ -46,8 +46,14 @@ def start_ray(folder: Path, num_cpus: int) -> None:
     To be called on the main thread: Ray's processes end with the thread that started them.
     """
     ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-        logging_level=logging.WARNING, log_to_driver=True, _temp_dir=str(folder), _plasma_directory=str(folder),
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        _temp_dir=str(folder),
+        _plasma_directory=str(folder),
     )
 
 
@@ -100,8 +106,9 @@ class ServeProcess:
         os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
         config = plan.config
         self._report(step="preparing the model")
-        resolve_model(config.model, config.weights_dtype, config.cache_path,
-                      progress=lambda line: self._report(step=line))
+        resolve_model(
+            config.model, config.weights_dtype, config.cache_path, progress=lambda line: self._report(step=line)
+        )
         self._report(step="starting Ray")
         start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own

@@ -33,9 +33,11 @@ def finite(logprob: float) -> float:
 
 def usage_json(usage: Usage) -> str:
     """OpenAI's usage object."""
-    return (f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
-            f'"total_tokens":{usage.prompt_tokens + usage.completion_tokens},'
-            f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}')
+    return (
+        f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
+        f'"total_tokens":{usage.prompt_tokens + usage.completion_tokens},'
+        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+    )
 
 
 def error_event(body: bytes) -> str:
@@ -53,14 +55,18 @@ def token_string(data: bytes) -> str:
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[LoggedToken]) -> dict[str, Any]:
     """The logprobs object of chat answers."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
         return {"token": token_string(data), "logprob": finite(logprob), "bytes": list(data)}
 
-    return {"content": [
-        entry(token_id, value.logprob) | {"top_logprobs": [entry(other, logprob) for other, logprob in value.top]}
-        for token_id, value in entries
-    ], "refusal": None}
+    return {
+        "content": [
+            entry(token_id, value.logprob) | {"top_logprobs": [entry(other, logprob) for other, logprob in value.top]}
+            for token_id, value in entries
+        ],
+        "refusal": None,
+    }
 
 
 class CompletionLogprobs:
@@ -80,10 +86,14 @@ class CompletionLogprobs:
             made["text_offset"].append(self._start + self._detokenizer.num_decoded)
             made["tokens"].append(token)
             made["token_logprobs"].append(None if value is None else finite(value.logprob))
-            made["top_logprobs"].append(None if value is None else {
-                **{token_string(spell(other)): finite(logprob) for other, logprob in value.top},
-                token: finite(value.logprob),
-            })
+            made["top_logprobs"].append(
+                None
+                if value is None
+                else {
+                    **{token_string(spell(other)): finite(logprob) for other, logprob in value.top},
+                    token: finite(value.logprob),
+                }
+            )
             self._detokenizer.feed((token_id,))
         return made
 
@@ -97,8 +107,16 @@ class ResponseWriter:
     object_name = ""
     chunk_name = ""
 
-    def __init__(self, response_id: str, model: str, created: int, tokenizer: Tokenizer, stream: GenerationStream,
-                 usage: bool = False, continuous_usage: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        stream: GenerationStream,
+        usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stream = stream
         self._usage = usage
@@ -118,7 +136,7 @@ class ResponseWriter:
         finish = "null"
         if delta.finish_reason is not None:
             finish = f'{quoted(delta.finish_reason)},"stop_reason":{json.dumps(delta.stop_reason)}'
-        return (f'{self._head}{{"index":{delta.index},{self._chunk_content(delta)},"finish_reason":{finish}}}{tail}')
+        return f'{self._head}{{"index":{delta.index},{self._chunk_content(delta)},"finish_reason":{finish}}}{tail}'
 
     def end(self) -> str:
         """The last events of a stream: usage where it was asked for, then the end mark."""
@@ -129,8 +147,12 @@ class ResponseWriter:
     def whole(self, completion: Completion) -> bytes:
         """The body of an answer that is not streamed."""
         choices = [
-            {"index": answer.index, **self._whole_content(answer), "finish_reason": answer.finish_reason,
-             "stop_reason": answer.stop_reason}
+            {
+                "index": answer.index,
+                **self._whole_content(answer),
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
             for answer in completion.answers
         ]
         text = json.dumps(self._fields | {"choices": choices}, separators=(",", ":"), allow_nan=False)
@@ -149,8 +171,16 @@ class ChatWriter(ResponseWriter):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, response_id: str, model: str, created: int, tokenizer: Tokenizer, stream: GenerationStream,
-                 usage: bool = False, continuous_usage: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        stream: GenerationStream,
+        usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
         super().__init__(response_id, model, created, tokenizer, stream, usage, continuous_usage)
         self._begun: set[int] = set()
 
@@ -169,8 +199,10 @@ class ChatWriter(ResponseWriter):
         entries = answer.logprobs
         if entries is None and self._stream.params.logprobs is not None:
             entries = []
-        return {"message": {"role": "assistant", "content": answer.text},
-                "logprobs": None if entries is None else chat_logprobs(self._tokenizer, entries)}
+        return {
+            "message": {"role": "assistant", "content": answer.text},
+            "logprobs": None if entries is None else chat_logprobs(self._tokenizer, entries),
+        }
 
 
 class CompletionWriter(ResponseWriter):
@@ -182,8 +214,17 @@ class CompletionWriter(ResponseWriter):
 
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, response_id: str, model: str, created: int, tokenizer: Tokenizer, stream: GenerationStream,
-                 usage: bool = False, continuous_usage: bool = False, echo: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        stream: GenerationStream,
+        usage: bool = False,
+        continuous_usage: bool = False,
+        echo: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(response_id, model, created, tokenizer, stream, usage, continuous_usage)
         self._echo = echo
         skip = stream.params.skip_special_tokens
@@ -203,8 +244,9 @@ class CompletionWriter(ResponseWriter):
         text, logprobs = self._content(answer.index, answer.text, answer.logprobs)
         return {"text": text, "logprobs": logprobs}
 
-    def _content(self, index: int, text: str,
-                 entries: list[LoggedToken] | None) -> tuple[str, dict[str, list[Any]] | None]:
+    def _content(
+        self, index: int, text: str, entries: list[LoggedToken] | None
+    ) -> tuple[str, dict[str, list[Any]] | None]:
         logprobs = None
         if self._stream.params.logprobs is not None:
             logprobs = self._logprobs[index].make(entries or [])

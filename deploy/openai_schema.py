@@ -22,16 +22,31 @@ MAX_PROMPTS = 128
 MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a chat answer may fill the room
 REFUSED_ROLES = ("tool", "function")
-ERROR_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error",
-               408: "invalid_request_error", 413: "invalid_request_error", 415: "invalid_request_error",
-               429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
     """An error as a client sees it: HTTP status and OpenAI's error object."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
-                 headers: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         super().__init__(status, message, param, code, headers)
         self.status = status
         self.message = message
@@ -41,10 +56,16 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """`{"error": {message, type, param, code}}`."""
-        return json.dumps({"error": {
-            "message": self.message, "type": ERROR_TYPES.get(self.status, "server_error"), "param": self.param,
-            "code": self.code,
-        }}).encode()
+        return json.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": ERROR_TYPES.get(self.status, "server_error"),
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        ).encode()
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -113,9 +134,20 @@ class GenerationBody(Strict):
     def sampling(self) -> SamplingParams:
         """Sampling parameters of this body. Raises ApiError that names the field."""
         values: dict[str, Any] = {}
-        for name in ("n", "min_tokens", "temperature", "top_p", "min_p", "seed", "presence_penalty",
-                     "frequency_penalty", "repetition_penalty", "ignore_eos", "include_stop_str_in_output",
-                     "skip_special_tokens"):
+        for name in (
+            "n",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "min_p",
+            "seed",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        ):
             if (value := getattr(self, name)) is not None:
                 values[name] = value
         values["top_k"] = 0 if self.top_k in (None, -1) else self.top_k  # some clients write "off" as -1
@@ -165,13 +197,15 @@ class Message(Strict):
         if self.role in REFUSED_ROLES or self.tool_calls or self.function_call or self.tool_call_id:
             raise invalid(f"{where}: messages of tools are not supported", f"{where}.role")
         if self.role not in ("system", "developer", "user", "assistant"):
-            raise invalid(f"{where}.role is {self.role[:40]!r}; it must be system, developer, user or assistant",
-                          f"{where}.role")
+            raise invalid(
+                f"{where}.role is {self.role[:40]!r}; it must be system, developer, user or assistant", f"{where}.role"
+            )
         if self.audio:
             raise invalid(f"{where}.audio is not supported; only text is", f"{where}.audio")
         if self.content is None:
-            raise invalid(f"{where}.content is missing; it must be a string or a list of text parts",
-                          f"{where}.content")
+            raise invalid(
+                f"{where}.content is missing; it must be a string or a list of text parts", f"{where}.content"
+            )
         content = self.content if isinstance(self.content, str) else _join_parts(self.content, where)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return message if self.name is None else message | {"name": self.name}
@@ -207,16 +241,19 @@ class ChatBody(GenerationBody):
         if self.modalities not in (None, ["text"]):
             raise invalid("modalities must be ['text']; nothing else is supported", "modalities")
         if self.continue_final_message and self.add_generation_prompt:
-            raise invalid("add_generation_prompt must be false when continue_final_message is true",
-                          "add_generation_prompt")
+            raise invalid(
+                "add_generation_prompt must be false when continue_final_message is true", "add_generation_prompt"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
 
     def _own_sampling(self) -> dict[str, Any]:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise invalid(f"top_logprobs is {self.top_logprobs}; it must be a whole number from 0 to {MAX_LOGPROBS}",
-                          "top_logprobs")
+            raise invalid(
+                f"top_logprobs is {self.top_logprobs}; it must be a whole number from 0 to {MAX_LOGPROBS}",
+                "top_logprobs",
+            )
         return {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def template_messages(self) -> list[dict[str, str]]:
@@ -257,8 +294,9 @@ class CompletionBody(GenerationBody):
         lists = [item for item in prompt if isinstance(item, list) and all(type(token) is int for token in item)]
         if len(lists) == len(prompt):
             return lists
-        raise invalid("prompt must be a string, a list of strings, a list of token ids or a list of such lists",
-                      "prompt")
+        raise invalid(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+        )
 
     def _own_sampling(self) -> dict[str, Any]:
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -347,8 +385,9 @@ def _param_of(message: str, kind: type[BaseModel]) -> str | None:
 def _logit_bias(entries: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     for key in entries or {}:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise invalid(f"logit_bias has the key {key[:40]!r}; keys must be token ids, as whole numbers",
-                          "logit_bias")
+            raise invalid(
+                f"logit_bias has the key {key[:40]!r}; keys must be token ids, as whole numbers", "logit_bias"
+            )
     return tuple((int(key), value) for key, value in (entries or {}).items())
 
 
@@ -363,6 +402,8 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 def _join_parts(parts: list[TextPart], where: str) -> str:
     for place, part in enumerate(parts):
         if part.type != "text" or part.text is None:
-            raise invalid(f"{where}.content.{place}: parts of type {part.type[:40]!r} are not supported; only text is",
-                          f"{where}.content")
+            raise invalid(
+                f"{where}.content.{place}: parts of type {part.type[:40]!r} are not supported; only text is",
+                f"{where}.content",
+            )
     return "\n".join(part.text or "" for part in parts)

@@ -23,14 +23,37 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tournant.workers.errors import ModelFormatError
 
 INLINE_CHARS = 4096  # longer texts are encoded off the event loop: 4,096 characters take about 1 ms
-TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-                   ValueError)
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # Arguments of transformers' apply_chat_template that are not a client's to choose, a template above all.
-RESERVED_TEMPLATE_KWARGS = frozenset({
-    "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "padding",
-    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-    "sanitize_control_tokens", "add_generation_prompt", "continue_final_message",
-})
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -66,8 +89,9 @@ def _token_table(backend: Any) -> list[bytes]:
             replacements.append((step["replacement"], " "))
         elif step["type"] == "Replace":
             if "String" not in step["pattern"]:
-                raise ModelFormatError(f"tokenizer.json replaces by the pattern {step['pattern']}; only plain strings "
-                                       "are supported")
+                raise ModelFormatError(
+                    f"tokenizer.json replaces by the pattern {step['pattern']}; only plain strings are supported"
+                )
             replacements.append((step["pattern"]["String"], step["content"]))
     alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else {}
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -174,8 +198,14 @@ class Tokenizer:
             return self.encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.encode, text, add_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-                    continue_final_message: bool = False, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The chat as text, by the model's template in transformers' sandbox.
 
         template_kwargs: further variables for the template; names that belong to the server are refused.
@@ -188,29 +218,51 @@ class Tokenizer:
             raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}")
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, **kwargs)
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **kwargs,
+            )
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template of this model refused the messages: {error}") from error
         return str(text)
 
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-                   continue_final_message: bool = False,
-                   template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a chat. The template alone decides about special tokens: none is added to its text.
 
         Raises ValueError as `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt,
-                                continue_final_message=continue_final_message, template_kwargs=template_kwargs)
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
         return self.encode(text, add_special_tokens=False)
 
-    async def apply_chat_async(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-                               continue_final_message: bool = False,
-                               template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    async def apply_chat_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """As `apply_chat`; long chats are encoded in a thread."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt,
-                                continue_final_message=continue_final_message, template_kwargs=template_kwargs)
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
         return await self.encode_async(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -51,9 +51,19 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 HUB_FILES = (
-    CONFIG_NAME, INDEX_NAME, "*.safetensors", "generation_config.json", "chat_template.jinja", "chat_template.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt",
+    CONFIG_NAME,
+    INDEX_NAME,
+    "*.safetensors",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 64 << 20
@@ -63,8 +73,14 @@ ID_TAG = b"tournant-weights-1"
 
 _HUB_ID = re.compile(r"(?!.*\.\.)(?P<repo>[^\W_][\w.-]*/[^\W_][\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 _SIZES = {
-    "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12, "head_dim": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 28,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 28,
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _OTHER_INPUTS = ("vision_config", "audio_config", "text_config", "speech_config")

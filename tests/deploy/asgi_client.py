@@ -68,13 +68,27 @@ class Call:
         self._can_send.set()
 
 
-def start(app: AsgiApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None,
-          scope: Mapping[str, Any] | None = None, broken: bool = False) -> Call:
+def start(
+    app: AsgiApp,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    scope: Mapping[str, Any] | None = None,
+    broken: bool = False,
+) -> Call:
     """Begin a request. body: bytes as they are, anything else as JSON; broken: sending fails."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     raw = {"content-type": "application/json", "content-length": str(len(data))} | dict(headers or {})
-    full: Scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": "",
-                   "headers": [(name.encode(), value.encode()) for name, value in raw.items()], **(scope or {})}
+    full: Scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in raw.items()],
+        **(scope or {}),
+    }
     gone, can_send = asyncio.Event(), asyncio.Event()
     can_send.set()
     pieces = [data[start : start + 1000] for start in range(0, len(data), 1000)] or [b""]
@@ -95,8 +109,14 @@ def start(app: AsgiApp, method: str, path: str, body: object = None, headers: Ma
     return call
 
 
-async def fetch(app: AsgiApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None,
-                scope: Mapping[str, Any] | None = None) -> Call:
+async def fetch(
+    app: AsgiApp,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    scope: Mapping[str, Any] | None = None,
+) -> Call:
     """A whole request."""
     call = start(app, method, path, body, headers, scope)
     await call.task

@@ -20,5 +20,6 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One that puts <|bos|> before every text and has it in its chat template too."""
     folder = tmp_path_factory.mktemp("bos")
-    return Tokenizer.from_folder(build_tiny_model(folder, add_bos=True, hidden=16, num_heads=1, num_kv_heads=1,
-                                                  head_size=16, intermediate=16))
+    return Tokenizer.from_folder(
+        build_tiny_model(folder, add_bos=True, hidden=16, num_heads=1, num_kv_heads=1, head_size=16, intermediate=16)
+    )

@@ -18,8 +18,17 @@ Script = Callable[[EngineRequest, int], Sequence[int]]  # tokens of answer numbe
 
 def make_info(**changes: object) -> EngineInfo:
     fields: dict[str, object] = {
-        "writer_id": 1, "pid": 1, "max_model_len": 256, "pool_tokens": 1024, "block_tokens": 16, "max_num_seqs": 8,
-        "max_queued_requests": 8, "vocab_size": 512, "eos_token_ids": (257, 259), "dtype": "float32", "device": "cpu",
+        "writer_id": 1,
+        "pid": 1,
+        "max_model_len": 256,
+        "pool_tokens": 1024,
+        "block_tokens": 16,
+        "max_num_seqs": 8,
+        "max_queued_requests": 8,
+        "vocab_size": 512,
+        "eos_token_ids": (257, 259),
+        "dtype": "float32",
+        "device": "cpu",
         "namespace": Namespace(b"w" * 32, "fp32", "fp32", b"l" * 32),
     }
     return EngineInfo(**(fields | changes))  # type: ignore[arg-type]
@@ -77,8 +86,9 @@ class FakeEngineClient:
 
     def abort(self, request_ids: Iterable[int]) -> None:
         ids = set(request_ids)
-        self.aborted += [request_id for request_id in ids
-                         if any(answer.request.request_id == request_id for answer in self.running)]
+        self.aborted += [
+            request_id for request_id in ids if any(answer.request.request_id == request_id for answer in self.running)
+        ]
         self.running = [answer for answer in self.running if answer.request.request_id not in ids]
 
     def abort_answer(self, request_id: int, index: int) -> None:

@@ -28,16 +28,24 @@ class Server:
     frontend: Frontend
 
 
-def make(tokenizer: Tokenizer, *texts: str, options: FrontendOptions | None = None,
-         info: dict[str, object] | None = None, http: dict[str, Any] | None = None, **engine: Any) -> Server:
+def make(
+    tokenizer: Tokenizer,
+    *texts: str,
+    options: FrontendOptions | None = None,
+    info: dict[str, object] | None = None,
+    http: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Server:
     answers = [list(text.encode()) for text in texts]
-    client = FakeEngineClient(lambda request, index: answers[index % len(answers)], make_info(**(info or {})),
-                              **({"auto": True} | engine))
+    client = FakeEngineClient(
+        lambda request, index: answers[index % len(answers)], make_info(**(info or {})), **({"auto": True} | engine)
+    )
     backend = PrometheusBackend()
     metrics = MetricsRegistry("m", backend)
     frontend = Frontend(tokenizer, client, options, metrics.record_request)
-    app = build_http_app(lambda: frontend, HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))),
-                         metrics, backend)
+    app = build_http_app(
+        lambda: frontend, HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))), metrics, backend
+    )
     return Server(app, client, frontend)
 
 
@@ -47,8 +55,9 @@ def content(events: Sequence[dict[str, Any]], index: int = 0) -> str:
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
 
 
-async def error_of(server: Server, path: str, body: object, method: str = "POST",
-                   headers: dict[str, str] | None = None) -> tuple[Call, dict[str, Any]]:
+async def error_of(
+    server: Server, path: str, body: object, method: str = "POST", headers: dict[str, str] | None = None
+) -> tuple[Call, dict[str, Any]]:
     """A whole request and the error it must end in."""
     call = await fetch(server.app, method, path, body, headers)
     return call, call.error

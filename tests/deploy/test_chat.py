@@ -57,10 +57,17 @@ def test_answers_are_shown_as_they_come_and_remembered() -> None:
     chat.ask("Hi", shown.append)
     chat.ask("Go", shown.append)
     assert shown == ["Hel", "lo", "Bye"]
-    assert sent[1] == {"model": "m", "stream": True, "seed": 3, "messages": [
-        {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Go"},
-    ]}
+    assert sent[1] == {
+        "model": "m",
+        "stream": True,
+        "seed": 3,
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Go"},
+        ],
+    }
 
 
 def test_ctrl_c_stops_the_answer_closes_the_connection_and_keeps_what_was_shown() -> None:
@@ -73,14 +80,17 @@ def test_ctrl_c_stops_the_answer_closes_the_connection_and_keeps_what_was_shown(
     assert chat.messages[-1] == {"role": "assistant", "content": "Hel"}
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    (httpx.Response(429, json={"error": {"message": "full; try again"}}), "full; try again (HTTP 429)"),
-    (httpx.Response(502, content=b"<html>\nbad gateway"), "HTTP 502: <html> bad gateway"),
-    (Stream(event("a"), b'data: {"error": {"message": "engine died"}}\n\n'), "engine died"),
-    (Stream(b"data: {broken\n\n"), "the server sent an event that is no chat chunk"),
-    (Stream(b'data: [1]\n\n'), "the server sent an event that is no chat chunk"),
-    (Stream(httpx.ReadError("reset")), "no answer from http://server: reset; is `tournant serve` running there?"),
-])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (httpx.Response(429, json={"error": {"message": "full; try again"}}), "full; try again (HTTP 429)"),
+        (httpx.Response(502, content=b"<html>\nbad gateway"), "HTTP 502: <html> bad gateway"),
+        (Stream(event("a"), b'data: {"error": {"message": "engine died"}}\n\n'), "engine died"),
+        (Stream(b"data: {broken\n\n"), "the server sent an event that is no chat chunk"),
+        (Stream(b"data: [1]\n\n"), "the server sent an event that is no chat chunk"),
+        (Stream(httpx.ReadError("reset")), "no answer from http://server: reset; is `tournant serve` running there?"),
+    ],
+)
 def test_a_failure_is_one_line_and_not_remembered(body: Stream | httpx.Response, message: str) -> None:
     chat, _ = chat_with(body)
     with pytest.raises(ChatError) as caught:

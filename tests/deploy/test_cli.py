@@ -24,8 +24,18 @@ def test_flags_are_the_fields_of_the_configuration() -> None:
     assert flags == set(ServiceConfig.model_fields) - {"engine"} | ENGINE_KEYS
 
 
-@pytest.mark.parametrize("name", ["host", "port", "num_replicas", "request_timeout_s", "max_num_seqs",
-                                  "max_num_batched_tokens", "max_queued_requests"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "host",
+        "port",
+        "num_replicas",
+        "request_timeout_s",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_queued_requests",
+    ],
+)
 def test_help_tells_the_default(name: str) -> None:
     service = {name: field.default for name, field in ServiceConfig.model_fields.items()}
     default = service.get(name, getattr(EngineConfig(), name, None))
@@ -39,15 +49,22 @@ def test_version() -> None:
     assert output.strip()[0].isdigit()
 
 
-@pytest.mark.parametrize(("arguments", "lines"), [
-    (["--port", "99999"], ["error: port is 99999; it must be less than or equal to 65535"]),
-    (["--dtype", "int4", "--max-num-seqs", "0"],
-     ["error: engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32",
-      "error: engine.max_num_seqs is 0; it must be a whole number from 1 to 4096"]),
-    (["--kv-cache-bytes", "lots"], ["error: engine.kv_cache_bytes is 'lots'; write 1073741824, 512MiB or 1.5GiB"]),
-    (["--ingress", "resilient"], ["error: ingress is 'resilient', which is not available yet; use 'direct'"]),
-    (["--config", "/no/such.yaml"], ["error: /no/such.yaml cannot be read: No such file or directory"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["--port", "99999"], ["error: port is 99999; it must be less than or equal to 65535"]),
+        (
+            ["--dtype", "int4", "--max-num-seqs", "0"],
+            [
+                "error: engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32",
+                "error: engine.max_num_seqs is 0; it must be a whole number from 1 to 4096",
+            ],
+        ),
+        (["--kv-cache-bytes", "lots"], ["error: engine.kv_cache_bytes is 'lots'; write 1073741824, 512MiB or 1.5GiB"]),
+        (["--ingress", "resilient"], ["error: ingress is 'resilient', which is not available yet; use 'direct'"]),
+        (["--config", "/no/such.yaml"], ["error: /no/such.yaml cannot be read: No such file or directory"]),
+    ],
+)
 def test_a_wrong_configuration_is_told_and_nothing_starts(arguments: list[str], lines: list[str]) -> None:
     code, output = run("serve", *arguments)
     assert code == 2
@@ -71,10 +88,15 @@ def test_flags_go_before_the_file_and_paths_become_absolute(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     flags = {"model": "model", "cache_dir": "c", "max_num_seqs": 7, "kv_cache_bytes": "1MiB", "deterministic": False}
     plan = cli.make_plan(Path("s.yaml"), flags)
-    assert plan.config == parse_config({
-        "model": str(tmp_path / "model"), "cache_dir": str(tmp_path / "c"), "port": 9,
-        "engine": {"max_num_seqs": 7, "dtype": "float32", "kv_cache_bytes": 1 << 20}, "advanced": {"num_threads": 1},
-    })
+    assert plan.config == parse_config(
+        {
+            "model": str(tmp_path / "model"),
+            "cache_dir": str(tmp_path / "c"),
+            "port": 9,
+            "engine": {"max_num_seqs": 7, "dtype": "float32", "kv_cache_bytes": 1 << 20},
+            "advanced": {"num_threads": 1},
+        }
+    )
 
 
 def test_a_hub_id_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

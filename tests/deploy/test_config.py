@@ -24,8 +24,15 @@ from tournant.workers.errors import ConfigError
 
 LOCAL_YAML = Path(__file__).resolve().parents[2] / "deploy/configs/local.yaml"
 FULL: dict[str, Any] = {
-    "model": "/models/x", "served_model_name": "x", "host": "0.0.0.0", "port": 8123, "num_replicas": 2,
-    "request_timeout_s": 30.0, "max_body_bytes": 4096, "log_level": "warning", "cache_dir": "/cache",
+    "model": "/models/x",
+    "served_model_name": "x",
+    "host": "0.0.0.0",
+    "port": 8123,
+    "num_replicas": 2,
+    "request_timeout_s": 30.0,
+    "max_body_bytes": 4096,
+    "log_level": "warning",
+    "cache_dir": "/cache",
     "engine": {"dtype": "float32", "max_num_seqs": 3, "enable_prefix_caching": False, "kv_cache_bytes": 1 << 20},
     "advanced": {"block_tokens": 32, "num_threads": 1},
 }
@@ -37,31 +44,39 @@ def faults(data: Any) -> list[str]:
     return str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize(("data", "line"), [
-    ({"modle": "x"}, "unknown key modle; did you mean model?"),
-    ({"max_num_seqs": 3}, "unknown key max_num_seqs; did you mean engine.max_num_seqs?"),
-    ({"engine": {"max_model_length": 3}}, "unknown key engine.max_model_length; did you mean engine.max_model_len?"),
-    ({"engine": {"block_tokens": 16}}, "unknown key engine.block_tokens; did you mean advanced.block_tokens?"),
-    ({"advanced": {"num_thread": 1}}, "unknown key advanced.num_thread; did you mean advanced.num_threads?"),
-    ({"engine": {"dtype": "int4"}}, "engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32"),
-    ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs is 0; it must be a whole number from 1 to 4096"),
-    ({"engine": {"max_num_seqs": True}}, "engine.max_num_seqs is True; it must be a whole number from 1 to 4096"),
-    ({"engine": {"max_num_seqs": "8"}}, "engine.max_num_seqs is '8'; it must be a whole number from 1 to 4096"),
-    ({"advanced": {"block_tokens": 24}}, "advanced.block_tokens is 24; it must be a power of two"),
-    ({"engine": {"kv_cache_bytes": "1 GiBB"}},
-     "engine.kv_cache_bytes is '1 GiBB'; write 1073741824, 512MiB or 1.5GiB"),
-    ({"max_body_bytes": "many"}, "max_body_bytes is 'many'; write 1073741824, 512MiB or 1.5GiB"),
-    ({"max_body_bytes": "1B"}, "max_body_bytes is '1B'; it must be greater than or equal to 1024"),
-    ({"engine": [1]}, "engine is [1]; it must be a mapping of names to values"),
-    ({"port": 0}, "port is 0; it must be greater than or equal to 1"),
-    ({"port": "8000"}, "port is '8000'; it must be a valid integer"),
-    ({"num_replicas": 1.5}, "num_replicas is 1.5; it must be a valid integer"),
-    ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be greater than 0"),
-    ({"served_model_name": ""}, "served_model_name is ''; it should have at least 1 character"),
-    ({"ingress": "resilient"}, "ingress is 'resilient', which is not available yet; use 'direct'"),
-    ({"log_level": "loud"}, "log_level is 'loud'; it must be one of 'debug', 'info', 'warning', 'error'"),
-    ([1], "the configuration is [1]; it must be a mapping of names to values"),
-])
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"modle": "x"}, "unknown key modle; did you mean model?"),
+        ({"max_num_seqs": 3}, "unknown key max_num_seqs; did you mean engine.max_num_seqs?"),
+        (
+            {"engine": {"max_model_length": 3}},
+            "unknown key engine.max_model_length; did you mean engine.max_model_len?",
+        ),
+        ({"engine": {"block_tokens": 16}}, "unknown key engine.block_tokens; did you mean advanced.block_tokens?"),
+        ({"advanced": {"num_thread": 1}}, "unknown key advanced.num_thread; did you mean advanced.num_threads?"),
+        ({"engine": {"dtype": "int4"}}, "engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32"),
+        ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs is 0; it must be a whole number from 1 to 4096"),
+        ({"engine": {"max_num_seqs": True}}, "engine.max_num_seqs is True; it must be a whole number from 1 to 4096"),
+        ({"engine": {"max_num_seqs": "8"}}, "engine.max_num_seqs is '8'; it must be a whole number from 1 to 4096"),
+        ({"advanced": {"block_tokens": 24}}, "advanced.block_tokens is 24; it must be a power of two"),
+        (
+            {"engine": {"kv_cache_bytes": "1 GiBB"}},
+            "engine.kv_cache_bytes is '1 GiBB'; write 1073741824, 512MiB or 1.5GiB",
+        ),
+        ({"max_body_bytes": "many"}, "max_body_bytes is 'many'; write 1073741824, 512MiB or 1.5GiB"),
+        ({"max_body_bytes": "1B"}, "max_body_bytes is '1B'; it must be greater than or equal to 1024"),
+        ({"engine": [1]}, "engine is [1]; it must be a mapping of names to values"),
+        ({"port": 0}, "port is 0; it must be greater than or equal to 1"),
+        ({"port": "8000"}, "port is '8000'; it must be a valid integer"),
+        ({"num_replicas": 1.5}, "num_replicas is 1.5; it must be a valid integer"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be greater than 0"),
+        ({"served_model_name": ""}, "served_model_name is ''; it should have at least 1 character"),
+        ({"ingress": "resilient"}, "ingress is 'resilient', which is not available yet; use 'direct'"),
+        ({"log_level": "loud"}, "log_level is 'loud'; it must be one of 'debug', 'info', 'warning', 'error'"),
+        ([1], "the configuration is [1]; it must be a mapping of names to values"),
+    ],
+)
 def test_a_fault_is_one_line_that_says_what_to_do(data: Any, line: str) -> None:
     assert faults(data) == [line]
 
@@ -69,7 +84,11 @@ def test_a_fault_is_one_line_that_says_what_to_do(data: Any, line: str) -> None:
 def test_all_faults_are_told_at_once() -> None:
     lines = faults({"port": 0, "modle": 1, "engine": {"dtype": "x", "max_num_seqs": 0}, "advanced": {"num_threads": 0}})
     assert sorted(line.split()[0] for line in lines) == [
-        "advanced.num_threads", "engine.dtype", "engine.max_num_seqs", "port", "unknown"
+        "advanced.num_threads",
+        "engine.dtype",
+        "engine.max_num_seqs",
+        "port",
+        "unknown",
     ]
 
 
@@ -93,10 +112,18 @@ def test_every_engine_field_belongs_to_one_section_and_the_first_page_stays_shor
     assert len(ServiceConfig.model_fields) - 1 + len(ENGINE_KEYS) <= 25
 
 
-@pytest.mark.parametrize(("text", "number"), [
-    ("2048", 2048), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("7000 B", 7000),
-    ("2KiB", 2048), ("1TiB", 1 << 40),
-])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2048", 2048),
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("7000 B", 7000),
+        ("2KiB", 2048),
+        ("1TiB", 1 << 40),
+    ],
+)
 def test_bytes_can_be_written_with_a_unit(text: str, number: int) -> None:
     assert parse_config({"engine": {"kv_cache_bytes": text}}).engine.kv_cache_bytes == number
 
@@ -139,34 +166,52 @@ def test_a_file_says_where_to_listen_and_what_serve_is_told(tmp_path: Path) -> N
     assert (plan.route_prefix, plan.proxy_location) == ("/a", "EveryNode")
 
 
-@pytest.mark.parametrize(("data", "line"), [
-    ({**serve_file(), "aplications": []}, "unknown key aplications; did you mean applications?"),
-    ({**serve_file(), "grpc_options": {}},
-     "grpc_options is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"),
-    ({**serve_file(), "http_options": {"prot": 1}}, "unknown key http_options.prot; did you mean http_options.port?"),
-    ({**serve_file(), "http_options": {"port": 0}}, "port is 0; it must be greater than or equal to 1"),
-    ({**serve_file(), "proxy_location": "Here"},
-     "proxy_location is 'Here'; it must be one of 'Disabled', 'HeadOnly', 'EveryNode'"),
-    ({"applications": []}, "applications must be a list of one application, tournant"),
-    ({"applications": [{"import_path": "a:b"}]},
-     "applications[0].import_path is 'a:b'; it must be tournant.deploy.app:build_app"),
-    (serve_file(arg={}), "unknown key applications[0].arg; did you mean applications[0].args?"),
-    (serve_file(runtime_env={}),
-     "applications[0].runtime_env is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"),
-    (serve_file(args={"port": 1}), "args.port: the address of a Serve file stands in http_options, not in args"),
-    (serve_file(args={"egnine": {}}), "unknown key egnine; did you mean engine?"),
-    (serve_file(deployments=[{"name": "replica"}]),
-     "applications[0].deployments[0].name is 'replica'; it must be Replica"),
-    (serve_file(deployments=[{"name": "Replica", "num_replica": 1}]),
-     "num_replica; did you mean applications[0].deployments[0].num_replicas?"),
-    (serve_file(name=3), "name is 3; it must be a valid string"),
-    ("[1, 2]", "the file is [1, 2]; it must be a mapping of names to values"),
-    ("", "the file is None; it must be a mapping of names to values"),
-    ("a: !!python/object/apply:os.system [x]", "is not YAML: could not determine a constructor"),
-    ("a: [", "is not YAML: while parsing"),
-    ("a: " + "[" * 5000, "is not YAML"),
-    ("a" * (module.MAX_FILE_BYTES + 1), f"has more than {module.MAX_FILE_BYTES} bytes"),
-])
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({**serve_file(), "aplications": []}, "unknown key aplications; did you mean applications?"),
+        (
+            {**serve_file(), "grpc_options": {}},
+            "grpc_options is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`",
+        ),
+        (
+            {**serve_file(), "http_options": {"prot": 1}},
+            "unknown key http_options.prot; did you mean http_options.port?",
+        ),
+        ({**serve_file(), "http_options": {"port": 0}}, "port is 0; it must be greater than or equal to 1"),
+        (
+            {**serve_file(), "proxy_location": "Here"},
+            "proxy_location is 'Here'; it must be one of 'Disabled', 'HeadOnly', 'EveryNode'",
+        ),
+        ({"applications": []}, "applications must be a list of one application, tournant"),
+        (
+            {"applications": [{"import_path": "a:b"}]},
+            "applications[0].import_path is 'a:b'; it must be tournant.deploy.app:build_app",
+        ),
+        (serve_file(arg={}), "unknown key applications[0].arg; did you mean applications[0].args?"),
+        (
+            serve_file(runtime_env={}),
+            "applications[0].runtime_env is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`",
+        ),
+        (serve_file(args={"port": 1}), "args.port: the address of a Serve file stands in http_options, not in args"),
+        (serve_file(args={"egnine": {}}), "unknown key egnine; did you mean engine?"),
+        (
+            serve_file(deployments=[{"name": "replica"}]),
+            "applications[0].deployments[0].name is 'replica'; it must be Replica",
+        ),
+        (
+            serve_file(deployments=[{"name": "Replica", "num_replica": 1}]),
+            "num_replica; did you mean applications[0].deployments[0].num_replicas?",
+        ),
+        (serve_file(name=3), "name is 3; it must be a valid string"),
+        ("[1, 2]", "the file is [1, 2]; it must be a mapping of names to values"),
+        ("", "the file is None; it must be a mapping of names to values"),
+        ("a: !!python/object/apply:os.system [x]", "is not YAML: could not determine a constructor"),
+        ("a: [", "is not YAML: while parsing"),
+        ("a: " + "[" * 5000, "is not YAML"),
+        ("a" * (module.MAX_FILE_BYTES + 1), f"has more than {module.MAX_FILE_BYTES} bytes"),
+    ],
+)
 def test_a_fault_of_a_file_names_the_file(tmp_path: Path, data: Any, line: str) -> None:
     path = write(tmp_path, data)
     with pytest.raises(ConfigError) as caught:

@@ -13,9 +13,14 @@ from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.sampling_params import SamplingParams
 
 # Few letters, so that stop strings nearly match all the time; bytes of split and broken characters; special tokens.
-TOKENS = st.lists(st.one_of(
-    st.sampled_from(b"aab"), st.sampled_from("é👋".encode()), st.sampled_from([0x80, 0xF0, 0xFF, IM_END_ID, 260, 511]),
-), max_size=40)
+TOKENS = st.lists(
+    st.one_of(
+        st.sampled_from(b"aab"),
+        st.sampled_from("é👋".encode()),
+        st.sampled_from([0x80, 0xF0, 0xFF, IM_END_ID, 260, 511]),
+    ),
+    max_size=40,
+)
 STOPS = st.lists(st.text("aabé👋", min_size=1, max_size=5), max_size=3).map(tuple)
 
 
@@ -44,12 +49,26 @@ def naive(tokenizer: Tokenizer, tokens: list[int], params: SamplingParams) -> tu
     return codecs.utf_8_decode(data, "replace", True)[0], None
 
 
-@given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=6), stops=STOPS, min_tokens=st.integers(0, 12),
-       include=st.booleans(), skip=st.booleans())
-def test_any_grouping_gives_the_naive_text(tokenizer: Tokenizer, tokens: list[int], cuts: list[int],
-                                           stops: tuple[str, ...], min_tokens: int, include: bool, skip: bool) -> None:
-    params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include,
-                            skip_special_tokens=skip)
+@given(
+    tokens=TOKENS,
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    stops=STOPS,
+    min_tokens=st.integers(0, 12),
+    include=st.booleans(),
+    skip=st.booleans(),
+)
+def test_any_grouping_gives_the_naive_text(
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    cuts: list[int],
+    stops: tuple[str, ...],
+    min_tokens: int,
+    include: bool,
+    skip: bool,
+) -> None:
+    params = SamplingParams(
+        stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include, skip_special_tokens=skip
+    )
     detokenizer = Detokenizer(tokenizer, params)
     pieces = feed_in_pieces(detokenizer, tokens, cuts)
     expected, stop = naive(tokenizer, tokens, params)
@@ -77,16 +96,20 @@ def test_without_stop_strings_the_text_is_that_of_decode(tokenizer: Tokenizer, t
 
 
 @given(tokens=TOKENS, stops=STOPS)
-def test_what_is_held_back_is_a_head_of_a_stop_string(tokenizer: Tokenizer, tokens: list[int],
-                                                      stops: tuple[str, ...]) -> None:
+def test_what_is_held_back_is_a_head_of_a_stop_string(
+    tokenizer: Tokenizer, tokens: list[int], stops: tuple[str, ...]
+) -> None:
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
     text = ""
     for count, token in enumerate(tokens, 1):
         text += detokenizer.feed([token])
         if detokenizer.stopped is not None:
             break
-        seen = codecs.utf_8_decode(b"".join(tokenizer.token_bytes(t) for t in tokens[:count]
-                                            if t not in tokenizer.special_ids), "replace", False)[0]
+        seen = codecs.utf_8_decode(
+            b"".join(tokenizer.token_bytes(t) for t in tokens[:count] if t not in tokenizer.special_ids),
+            "replace",
+            False,
+        )[0]
         heads = [seen[-size:] for stop in stops for size in range(1, len(stop)) if seen.endswith(stop[:size])]
         assert seen == text + max(heads, key=len, default="")  # no more than it must be, and no less
 

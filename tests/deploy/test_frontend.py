@@ -31,8 +31,13 @@ def saying(*texts: str) -> Callable[..., list[int]]:
     return lambda request, index: list(texts[index % len(texts)].encode())
 
 
-def make(tokenizer: Tokenizer, *texts: str, options: FrontendOptions | None = None,
-         info: dict[str, object] | None = None, **engine: object) -> tuple[Frontend, FakeEngineClient]:
+def make(
+    tokenizer: Tokenizer,
+    *texts: str,
+    options: FrontendOptions | None = None,
+    info: dict[str, object] | None = None,
+    **engine: object,
+) -> tuple[Frontend, FakeEngineClient]:
     client = FakeEngineClient(saying(*texts), make_info(**(info or {})), **engine)  # type: ignore[arg-type]
     return Frontend(tokenizer, client, options), client
 
@@ -50,7 +55,11 @@ async def test_an_answer_arrives_token_by_token(tokenizer: Tokenizer) -> None:
         engine.step()
         seen.append(await anext(stream))
     assert [(delta.text, delta.token_ids, delta.finish_reason) for delta in seen] == [
-        ("a", [97], None), ("b", [98], None), ("c", [99], None), ("", [EOS_ID], "stop")]
+        ("a", [97], None),
+        ("b", [98], None),
+        ("c", [99], None),
+        ("", [EOS_ID], "stop"),
+    ]
     assert stream.answers[0].token_ids == [97, 98, 99, EOS_ID]
     assert (stream.usage.prompt_tokens, stream.usage.completion_tokens, stream.usage.cached_tokens) == (2, 4, 2)
     assert await read(stream) == []
@@ -66,7 +75,9 @@ async def test_a_slow_reader_gets_joined_text(tokenizer: Tokenizer) -> None:
     engine.step(4)
     second = await anext(stream)
     assert [(delta.text, delta.token_ids) for delta in (first, second)] == [
-        ("abcd", [97, 98, 99, 100]), ("ef", [101, 102, EOS_ID])]
+        ("abcd", [97, 98, 99, 100]),
+        ("ef", [101, 102, EOS_ID]),
+    ]
     assert second.num_generated == 7
 
 
@@ -146,7 +157,10 @@ async def test_the_engine_is_rid_of_each_answer_when_its_stop_string_comes(token
     assert engine.running == []
     answers = (await stream.collect()).answers
     assert [(answer.index, answer.text, answer.stop_reason) for answer in answers] == [
-        (0, "a", "X"), (1, "cc", None), (2, "dddd", "X")]
+        (0, "a", "X"),
+        (1, "cc", None),
+        (2, "dddd", "X"),
+    ]
     frontend, engine = make(tokenizer, "aXbbbbbb", "cccc")  # the engine ends the last one by itself
     stream = frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=2, stop=("X",)))
     engine.step(5)
@@ -200,7 +214,9 @@ async def test_a_prompt_without_room_is_refused_with_both_numbers(tokenizer: Tok
 async def test_what_lies_outside_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
     frontend, engine = make(tokenizer, "x")
     for prompt, params, param in (
-        ([], GREEDY, "prompt"), ([1, 512], GREEDY, "prompt"), ([-1], GREEDY, "prompt"),
+        ([], GREEDY, "prompt"),
+        ([1, 512], GREEDY, "prompt"),
+        ([-1], GREEDY, "prompt"),
         (PROMPT, SamplingParams(logit_bias=((512, 1.0),)), "logit_bias"),
         (PROMPT, SamplingParams(logit_bias=((-1, 1.0),)), "logit_bias"),
         (PROMPT, SamplingParams(stop_token_ids=(512,)), "stop_token_ids"),
@@ -287,7 +303,11 @@ async def test_a_dead_engine_is_told_to_every_reader(tokenizer: Tokenizer) -> No
     engine.die()
     deltas = await read(streamed)
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [
-        ("a", None), ("a", None), ("", "error"), ("", "error")]
+        ("a", None),
+        ("a", None),
+        ("", "error"),
+        ("", "error"),
+    ]
     assert deltas[2].error is not None
     assert deltas[2].error.kind == "engine_dead"
     with pytest.raises(GenerationFailed, match=r"killed.*send the request again"):
@@ -330,7 +350,9 @@ async def test_a_request_ends_at_its_time_limit(tokenizer: Tokenizer) -> None:
         engine.step()
         deltas = await read(stream)
         assert [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason] == [
-            (0, "error"), (1, "error")]
+            (0, "error"),
+            (1, "error"),
+        ]
         assert deltas[-1].error is not None
         assert deltas[-1].error.kind == "timeout"
         assert engine.running == []
@@ -374,19 +396,28 @@ async def test_logprobs_follow_the_text_and_stop_where_it_does(tokenizer: Tokeni
     stream = frontend.submit(PROMPT, SamplingParams(temperature=0.0, n=2, logprobs=2, stop=("STOP",)))
     engine.step(10)
     deltas = await read(stream)
-    said = {index: [token for delta in deltas if delta.index == index for token, _ in delta.logprobs or []]
-            for index in (0, 1)}
+    said = {
+        index: [token for delta in deltas if delta.index == index for token, _ in delta.logprobs or []]
+        for index in (0, 1)
+    }
     assert said == {0: list(b"ab"), 1: [*b"xy", EOS_ID]}  # no token of the stop string; one entry for the end
     assert (deltas[0].logprobs or [])[0][1].top == [(97, -0.5), (98, -1.5)]
 
 
-@pytest.mark.parametrize(("tokens", "stop", "text", "logged"), [
-    ([97, 98, 99], "b", "a", [97]), ([97, 261, 98], "b", "aa", [97, 261]), ([97, 261, 98], "bab", "aa", [97, 261]),
-    ([97, 261, 98], "abab", "a", [97]),
-])
-def test_logprobs_at_a_stop_string_are_those_of_the_text(tokenizer: Tokenizer, tokens: list[int], stop: str, text: str,
-                                                         logged: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "stop", "text", "logged"),
+    [
+        ([97, 98, 99], "b", "a", [97]),
+        ([97, 261, 98], "b", "aa", [97, 261]),
+        ([97, 261, 98], "bab", "aa", [97, 261]),
+        ([97, 261, 98], "abab", "a", [97]),
+    ],
+)
+def test_logprobs_at_a_stop_string_are_those_of_the_text(
+    tokenizer: Tokenizer, tokens: list[int], stop: str, text: str, logged: list[int]
+) -> None:
     """A token that is cut in two keeps its entry."""
+
     async def ask() -> CompletedAnswer:
         frontend = Frontend(tokenizer, FakeEngineClient(lambda request, index: tokens, auto=True))
         return (await frontend.generate("x", SamplingParams(temperature=0.0, logprobs=0, stop=(stop,)))).answers[0]
@@ -417,7 +448,8 @@ async def test_log_probabilities_of_a_prompt_need_no_answer(tokenizer: Tokenizer
     engine.step()
     completion = await stream.collect()
     assert [(answer.text, answer.token_ids, answer.finish_reason) for answer in completion.answers] == [
-        ("", [], "length")]
+        ("", [], "length")
+    ]
     assert completion.usage.completion_tokens == 0
     logprobs = stream.prompts[0].prompt_logprobs or []
     assert [entry and entry.logprob for entry in logprobs] == [None, -0.5]
@@ -498,15 +530,17 @@ def test_random_requests_leave_nothing_behind(tokenizer: Tokenizer, seed: int) -
     text = "the quick brown fox é👋 jumps over"
 
     async def scenario() -> None:
-        frontend, engine = make(tokenizer, text, per_step=rng.choice([1, 1, 3]),
-                                info={"max_num_seqs": 32, "max_queued_requests": 32})
+        frontend, engine = make(
+            tokenizer, text, per_step=rng.choice([1, 1, 3]), info={"max_num_seqs": 32, "max_queued_requests": 32}
+        )
         expected: dict[asyncio.Future[list[Delta]], str] = {}
         for _ in range(60):
             action = rng.random()
             if action < 0.4:
                 stop = rng.choice([(), ("fox",), ("zzz",), ("n f", "👋")])
-                params = SamplingParams(temperature=0.0, n=rng.choice([1, 1, 3]), stop=stop,
-                                        logprobs=rng.choice([None, None, 1]))
+                params = SamplingParams(
+                    temperature=0.0, n=rng.choice([1, 1, 3]), stop=stop, logprobs=rng.choice([None, None, 1])
+                )
                 try:
                     stream = frontend.submit(PROMPT, params, join_deltas=rng.random() < 0.5)
                 except Overloaded:

@@ -94,8 +94,10 @@ async def test_open_requests_are_bounded_whatever_they_do(tokenizer: Tokenizer) 
 @async_test
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_fails_before_the_first_token(tokenizer: Tokenizer, stream: bool) -> None:
-    for fault, status, code in ((FakeEngineClient.die, 503, "engine_dead"),
-                                (lambda engine: engine.fail("x"), 500, "engine_error")):
+    for fault, status, code in (
+        (FakeEngineClient.die, 503, "engine_dead"),
+        (lambda engine: engine.fail("x"), 500, "engine_error"),
+    ):
         server = make(tokenizer, "abc", auto=False)
         call = start(server.app, "POST", CHAT, ASK | {"stream": stream})
         await settle()
@@ -132,8 +134,9 @@ async def test_the_time_limit_of_a_request(tokenizer: Tokenizer, stream: bool) -
 
 
 @async_test
-async def test_a_fault_of_ours_is_a_500_that_tells_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
-                                                           caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     server = make(tokenizer, "abc")
     monkeypatch.setattr(server.frontend, "submit", lambda *args, **kwargs: 1 / 0)
     call, error = await error_of(server, CHAT, ASK)

@@ -23,11 +23,21 @@ async def test_a_chat_answer(tokenizer: Tokenizer) -> None:
     call = await fetch(make(tokenizer, "It is “tea”\n", cached_tokens=16).app, "POST", CHAT, ASK | {"model": "alias"})
     body = call.json
     assert call.status == 200
-    assert body["choices"] == [{
-        "index": 0, "message": {"role": "assistant", "content": "It is “tea”\n"}, "logprobs": None,
-        "finish_reason": "stop", "stop_reason": None}]
-    assert body["usage"] == {"prompt_tokens": 30, "completion_tokens": 17, "total_tokens": 47,
-                             "prompt_tokens_details": {"cached_tokens": 16}}
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "It is “tea”\n"},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 30,
+        "completion_tokens": 17,
+        "total_tokens": 47,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
     assert (body["object"], body["model"]) == ("chat.completion", "alias")
     assert body["id"] == f"chatcmpl-{call.headers['x-request-id']}"
 
@@ -71,9 +81,15 @@ async def test_continuous_usage_counts_every_token(tokenizer: Tokenizer) -> None
 
 
 @async_test
-@pytest.mark.parametrize(("prompt", "echoed"), [
-    ("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([97, 98], ["ab"]), ([[97, 98], [99]], ["ab", "c"]),
-])
+@pytest.mark.parametrize(
+    ("prompt", "echoed"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99]], ["ab", "c"]),
+    ],
+)
 async def test_every_form_of_prompt(tokenizer: Tokenizer, prompt: Any, echoed: list[str]) -> None:
     for stream in (False, True):
         body = PROMPT | {"prompt": prompt, "echo": True, "n": 2, "stream": stream}
@@ -91,8 +107,11 @@ async def test_completion_logprobs(tokenizer: Tokenizer) -> None:
     for stream in (False, True):
         body = PROMPT | {"logprobs": 2, "stream": stream}
         call = await fetch(make(tokenizer, "é!").app, "POST", COMPLETIONS, body)
-        parts = [event["choices"][0]["logprobs"] for event in call.events] if stream else [
-            call.json["choices"][0]["logprobs"]]
+        parts = (
+            [event["choices"][0]["logprobs"] for event in call.events]
+            if stream
+            else [call.json["choices"][0]["logprobs"]]
+        )
         joined = {name: [value for part in parts for value in part[name]] for name in parts[0]}
         assert joined["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "<|eos|>"]
         assert joined["token_logprobs"] == [-0.5] * 4
@@ -123,8 +142,11 @@ async def test_chat_logprobs(tokenizer: Tokenizer) -> None:
     for stream in (False, True):
         body = ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2, "stream": stream}
         call = await fetch(make(tokenizer, "é").app, "POST", CHAT, body)
-        parts = [event["choices"][0]["logprobs"] for event in call.events] if stream else [
-            call.json["choices"][0]["logprobs"]]
+        parts = (
+            [event["choices"][0]["logprobs"] for event in call.events]
+            if stream
+            else [call.json["choices"][0]["logprobs"]]
+        )
         first, second = [entry for part in parts for entry in part["content"]]
         assert (first["token"], first["bytes"], first["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
         assert [top["bytes"] for top in second["top_logprobs"]] == [[0xA9], [0xAA]]
@@ -133,12 +155,18 @@ async def test_chat_logprobs(tokenizer: Tokenizer) -> None:
 @async_test
 @pytest.mark.case(47)
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), -1e30])
-async def test_log_probabilities_without_a_value_are_finite_json(tokenizer: Tokenizer, value: float,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeEngineClient, "_logprobs",
-                        lambda self, token, top: TokenLogprobs(value, [(place, value) for place in range(top)]))
-    bodies = [(COMPLETIONS, PROMPT | {"echo": True, "logprobs": 20, "top_k": 1}),
-              (CHAT, ASK | {"logprobs": True, "top_logprobs": 20})]
+async def test_log_probabilities_without_a_value_are_finite_json(
+    tokenizer: Tokenizer, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeEngineClient,
+        "_logprobs",
+        lambda self, token, top: TokenLogprobs(value, [(place, value) for place in range(top)]),
+    )
+    bodies = [
+        (COMPLETIONS, PROMPT | {"echo": True, "logprobs": 20, "top_k": 1}),
+        (CHAT, ASK | {"logprobs": True, "top_logprobs": 20}),
+    ]
     for path, body in bodies:
         for stream in (False, True):
             call = await fetch(make(tokenizer, "a").app, "POST", path, body | {"stream": stream})
@@ -240,8 +268,9 @@ async def test_a_server_that_drops_a_request_stops_its_work(tokenizer: Tokenizer
 
 
 @async_test
-async def test_a_connection_that_breaks_while_sending_stops_its_work(tokenizer: Tokenizer,
-                                                                     caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_connection_that_breaks_while_sending_stops_its_work(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     server = make(tokenizer, "abcdefgh", auto=False)
     call = start(server.app, "POST", CHAT, ASK | {"stream": True}, broken=True)
     await settle()
@@ -296,10 +325,15 @@ async def test_tokenize_and_back(tokenizer: Tokenizer, bos_tokenizer: Tokenizer)
         tokens = (await fetch(server.app, "POST", "/tokenize", body)).json["tokens"]
         assert tokens.count(BOS_ID) == 1
     call = await fetch(server.app, "POST", "/tokenize", {"prompt": "é", "return_token_strs": True})
-    assert call.json == {"count": 3, "max_model_len": 256, "tokens": [BOS_ID, 0xC3, 0xA9],
-                         "token_strs": ["<|bos|>", "bytes:\\xc3", "bytes:\\xa9"]}
+    assert call.json == {
+        "count": 3,
+        "max_model_len": 256,
+        "tokens": [BOS_ID, 0xC3, 0xA9],
+        "token_strs": ["<|bos|>", "bytes:\\xc3", "bytes:\\xa9"],
+    }
     assert (await fetch(server.app, "POST", "/detokenize", {"tokens": [BOS_ID, 0xC3, 0xA9]})).json == {
-        "prompt": "<|bos|>é"}
+        "prompt": "<|bos|>é"
+    }
     plain = await fetch(server.app, "POST", "/tokenize", {"prompt": "hi", "add_special_tokens": False})
     assert plain.json["tokens"] == [104, 105]
     assert (await fetch(make(tokenizer, "a").app, "POST", "/tokenize", {"prompt": "hi"})).json["count"] == 2
@@ -311,11 +345,13 @@ async def test_metrics_after_a_request(tokenizer: Tokenizer) -> None:
     await fetch(server.app, "POST", CHAT, ASK)
     await fetch(server.app, "GET", "/no/such/path")
     text = (await fetch(server.app, "GET", "/metrics")).text
-    for line in ('vllm_request_success_total{finished_reason="stop",model_name="m"} 1.0',
-                 'vllm_time_to_first_token_seconds_count{model_name="m"} 1.0',
-                 'vllm_num_requests_running{model_name="m"} 0.0',
-                 'tournant_http_requests_total{model_name="m",route="/v1/chat/completions",status="200"} 1.0',
-                 'tournant_http_requests_total{model_name="m",route="other",status="404"} 1.0'):
+    for line in (
+        'vllm_request_success_total{finished_reason="stop",model_name="m"} 1.0',
+        'vllm_time_to_first_token_seconds_count{model_name="m"} 1.0',
+        'vllm_num_requests_running{model_name="m"} 0.0',
+        'tournant_http_requests_total{model_name="m",route="/v1/chat/completions",status="200"} 1.0',
+        'tournant_http_requests_total{model_name="m",route="other",status="404"} 1.0',
+    ):
         assert line in text
     head = await fetch(server.app, "HEAD", "/metrics")
     assert (head.status, head.text) == (200, "")
@@ -348,8 +384,9 @@ async def test_request_ids_and_log_lines(tokenizer: Tokenizer, caplog: pytest.Lo
 @async_test
 async def test_it_works_under_a_prefix_and_with_a_salt(tokenizer: Tokenizer) -> None:
     server = make(tokenizer, "abc")
-    call = await fetch(server.app, "POST", "/llm" + CHAT, ASK | {"cache_salt": "s", "priority": 2},
-                       scope={"root_path": "/llm"})
+    call = await fetch(
+        server.app, "POST", "/llm" + CHAT, ASK | {"cache_salt": "s", "priority": 2}, scope={"root_path": "/llm"}
+    )
     assert call.status == 200
     assert (server.engine.submitted[0].cache_salt, server.engine.submitted[0].priority) == ("s", 2)
 

@@ -45,8 +45,9 @@ def test_texts_token_ids_and_chats_give_the_references_tokens(llm: LLM, tiny_mod
 
 def test_more_prompts_than_the_queue_holds_come_back_in_order(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [[place, 7] for place in range(40)]
-    outputs = llm.generate(prompts, [SamplingParams(temperature=0, max_tokens=1 + place % 3, ignore_eos=True)
-                                     for place in range(40)])
+    outputs = llm.generate(
+        prompts, [SamplingParams(temperature=0, max_tokens=1 + place % 3, ignore_eos=True) for place in range(40)]
+    )
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + place % 3 for place in range(40)]
     assert "40/40" in capsys.readouterr().out
@@ -69,13 +70,17 @@ def test_a_bad_prompt_is_an_error_and_the_next_call_works(llm: LLM) -> None:
     assert len(llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"max_num_seq": 3}, ConfigError, "unknown key engine.max_num_seq; did you mean engine.max_num_seqs?"),
-    ({"block_tokens": 5}, ConfigError, "advanced.block_tokens is 5"),
-    ({"model": "/no/such/model"}, ModelFormatError, "/no/such/model"),
-])
-def test_a_wrong_start_is_an_error(tiny_model: Path, tmp_path: Path, options: dict[str, object],
-                                   error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_num_seq": 3}, ConfigError, "unknown key engine.max_num_seq; did you mean engine.max_num_seqs?"),
+        ({"block_tokens": 5}, ConfigError, "advanced.block_tokens is 5"),
+        ({"model": "/no/such/model"}, ModelFormatError, "/no/such/model"),
+    ],
+)
+def test_a_wrong_start_is_an_error(
+    tiny_model: Path, tmp_path: Path, options: dict[str, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         LLM(**{"model": str(tiny_model), "cache_dir": str(tmp_path)} | options)  # type: ignore[arg-type]
 
@@ -85,7 +90,12 @@ def test_the_engine_ends_with_the_interpreter(tiny_model: Path, tmp_path: Path) 
         "import sys; from tournant.deploy.llm import LLM\n"
         "llm = LLM(sys.argv[1], cache_dir=sys.argv[2]); print(llm._frontend.engine.info.pid)\n"
     )
-    result = subprocess.run([sys.executable, "-P", "-c", code, tiny_model, tmp_path], capture_output=True, text=True,
-                            check=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, tiny_model, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
     assert result.stderr == ""
     assert not Path("/proc", result.stdout.strip()).exists()

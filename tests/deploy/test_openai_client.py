@@ -54,8 +54,11 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.choices[0].logprobs is not None
-    chunks = list(client.chat.completions.create(model="m", messages=messages, temperature=0, stream=True,
-                                                 stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            model="m", messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage == answer.usage
@@ -85,8 +88,9 @@ def test_openai_models_and_errors(client: openai.OpenAI) -> None:
         assert caught.value.response.headers["x-request-id"]
         assert caught.value.body is not None
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        client.chat.completions.create(model="m", messages=messages, tools=[
-            {"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(
+            model="m", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
 
 
 def test_a_socket_that_closes_stops_the_work(tokenizer: Tokenizer) -> None:
@@ -95,8 +99,11 @@ def test_a_socket_that_closes_stops_the_work(tokenizer: Tokenizer) -> None:
     with listening(server.app) as address:
         for stream in (False, True):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(address + COMPLETIONS, json=PROMPT | {"max_tokens": 5000, "stream": stream},
-                           timeout=httpx.Timeout(5, read=0.2))
+                httpx.post(
+                    address + COMPLETIONS,
+                    json=PROMPT | {"max_tokens": 5000, "stream": stream},
+                    timeout=httpx.Timeout(5, read=0.2),
+                )
             deadline = time.monotonic() + 10
             while server.frontend.num_outstanding and time.monotonic() < deadline:
                 httpx.get(address + "/version")

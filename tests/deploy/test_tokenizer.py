@@ -26,11 +26,18 @@ def smollm2() -> Tokenizer:
 def byte_fallback_tokenizer() -> Tokenizer:
     """The kind of Llama 2 and Gemma: blanks as U+2581, unknown characters as <0xNN>."""
     texts = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h", "▁hi"]
-    backend = Backend(models.BPE(vocab={text: place for place, text in enumerate(texts)},
-                                 merges=[("▁", "h"), ("▁h", "i")], byte_fallback=True, unk_token="<unk>"))
+    backend = Backend(
+        models.BPE(
+            vocab={text: place for place, text in enumerate(texts)},
+            merges=[("▁", "h"), ("▁h", "i")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                         decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"))
 
@@ -94,10 +101,17 @@ def tokenizer_with_template(template: str | None) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
 
 
-@pytest.mark.parametrize("template", [
-    "{{ raise_exception('roles must alternate') }}", "{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}",
-    "{{ messages.__class__.__mro__ }}", "{% for %}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{% for %}",
+    ],
+)
 def test_whatever_a_template_stumbles_over_is_a_value_error(template: str) -> None:
     with pytest.raises(ValueError, match="chat template of this model refused"):
         tokenizer_with_template(template).render_chat(CHAT)

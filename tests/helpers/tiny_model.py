@@ -104,9 +104,7 @@ def build_tiny_model(
         **overrides,
     )
     config.save_pretrained(folder)
-    GenerationConfig(
-        bos_token_id=BOS_ID, eos_token_id=[EOS_ID, IM_END_ID], pad_token_id=EOS_ID
-    ).save_pretrained(folder)
+    GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, IM_END_ID], pad_token_id=EOS_ID).save_pretrained(folder)
     save_file(_random_weights(config, seed, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     _save_tokenizer(folder, vocab_size, max_positions, add_bos)
     return folder

@@ -26,8 +26,11 @@ from tournant.deploy.errors import GenerationFailed, RequestError
 from tournant.deploy.supervisor import descendants
 from tournant.workers.errors import EngineDeadError
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180),
-              pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
+]
 
 BIN = Path(sys.executable).parent
 MESSAGES: list[Any] = [{"role": "user", "content": "What is it?"}]
@@ -65,10 +68,26 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
     run_folders = Path("/tmp", f"t{os.getpid()}")  # sockets below need a short path
     run_folders.mkdir()
     before = set(leftovers(run_folders))
-    command = [BIN / "tournant", "serve", tiny_model, "--port", str(port), "--served-model-name", "M",
-               "--dtype", "float32", "--cache-dir", tmp_path / "cache"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "TMPDIR": str(run_folders)})
+    command = [
+        BIN / "tournant",
+        "serve",
+        tiny_model,
+        "--port",
+        str(port),
+        "--served-model-name",
+        "M",
+        "--dtype",
+        "float32",
+        "--cache-dir",
+        tmp_path / "cache",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(run_folders)},
+    )
     try:
         assert process.stdout is not None
         ready, curl = process.stdout.readline(), process.stdout.readline()
@@ -78,8 +97,9 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
         assert ask(port, stream=True) == ask(port, stream=False) != ""
         below = descendants(process.pid)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
-        chunks = client.chat.completions.create(model="M", messages=MESSAGES, stream=True,
-                                                extra_body={"ignore_eos": True}, **LONG)
+        chunks = client.chat.completions.create(
+            model="M", messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}, **LONG
+        )
         next(iter(chunks))
     finally:
         process.send_signal(signal.SIGINT)  # while it streams
@@ -114,19 +134,35 @@ def deployed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder.mkdir()
     port, dashboard = free_port(), free_port()
     path = tmp_path_factory.mktemp("deploy") / "service.yaml"
-    args = {"model": str(tiny_model), "served_model_name": "M", "cache_dir": str(path.parent / "cache"),
-            "engine": {"dtype": "float32"}}
+    args = {
+        "model": str(tiny_model),
+        "served_model_name": "M",
+        "cache_dir": str(path.parent / "cache"),
+        "engine": {"dtype": "float32"},
+    }
     application = {"name": "tournant", "import_path": "tournant.deploy.app:build_app", "args": args}
     path.write_text(yaml.safe_dump({"http_options": {"port": port}, "applications": [application]}))
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, object_store_memory=80 << 20, include_dashboard=True,
-                 dashboard_port=dashboard, log_to_driver=False, _temp_dir=str(folder), _plasma_directory=str(folder))
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=80 << 20,
+            include_dashboard=True,
+            dashboard_port=dashboard,
+            log_to_driver=False,
+            _temp_dir=str(folder),
+            _plasma_directory=str(folder),
+        )
         try:
-            subprocess.run([BIN / "serve", "deploy", "--address", f"http://127.0.0.1:{dashboard}", path], check=True,
-                           capture_output=True, timeout=60)
+            subprocess.run(
+                [BIN / "serve", "deploy", "--address", f"http://127.0.0.1:{dashboard}", path],
+                check=True,
+                capture_output=True,
+                timeout=60,
+            )
             wait_until_running()
             yield port
             engine = handle().describe.remote().result(timeout_s=60)["engine_pid"]
@@ -153,15 +189,22 @@ def test_token_ids_and_logprobs_cross_a_handle(deployed: int) -> None:
     (answer,) = handle().generate.remote([1, 2, 3], **params).result(timeout_s=60)["answers"]
     assert [token for token, _ in answer["logprobs"]] == answer["token_ids"]
     assert all(len(entry["top"]) == 2 for _, entry in answer["logprobs"])
-    (streamed,) = [[token for delta in handle().options(stream=True).stream.remote([1, 2, 3], **params)
-                    for token, _ in delta["logprobs"] or ()]]
+    (streamed,) = [
+        [
+            token
+            for delta in handle().options(stream=True).stream.remote([1, 2, 3], **params)
+            for token, _ in delta["logprobs"] or ()
+        ]
+    ]
     assert streamed == answer["token_ids"]
 
 
 def test_errors_keep_their_kind_across_a_handle(deployed: int) -> None:
     for prompt, params, message in (
-        ("", {}, "the prompt has no tokens"), ("a", {"temperature": -1.0}, "temperature is -1.0"),
-        ("a", {"temprature": 1.0}, "temprature"), ([1] * 5000, {}, "5000 tokens"),
+        ("", {}, "the prompt has no tokens"),
+        ("a", {"temperature": -1.0}, "temperature is -1.0"),
+        ("a", {"temprature": 1.0}, "temprature"),
+        ([1] * 5000, {}, "5000 tokens"),
     ):
         with pytest.raises(RequestError, match=message):
             handle().generate.remote(prompt, **params).result(timeout_s=60)
@@ -174,6 +217,7 @@ def test_errors_keep_their_kind_across_a_handle(deployed: int) -> None:
 
 def test_leaving_a_stream_stops_the_engine(deployed: int) -> None:
     """Over HTTP, streamed or not, and through a handle."""
+
     def count(series: str) -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{deployed}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
@@ -182,15 +226,17 @@ def test_leaving_a_stream_stops_the_engine(deployed: int) -> None:
     aborted = 'vllm_request_success_total{finished_reason="abort"'
     before = count(aborted)
     client = OpenAI(base_url=f"http://127.0.0.1:{deployed}/v1", api_key="none", max_retries=0, timeout=60)
-    with client.chat.completions.create(model="M", messages=MESSAGES, stream=True,
-                                        extra_body={"ignore_eos": True}, **LONG) as chunks:
+    with client.chat.completions.create(
+        model="M", messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}, **LONG
+    ) as chunks:
         next(iter(chunks))
     response = handle().options(stream=True).stream.remote(MESSAGES, ignore_eos=True, **LONG)
     next(iter(response))
     response.cancel()
     with pytest.raises(APITimeoutError):
-        client.with_options(timeout=0.2).chat.completions.create(model="M", messages=MESSAGES,
-                                                                 extra_body={"ignore_eos": True}, **LONG)
+        client.with_options(timeout=0.2).chat.completions.create(
+            model="M", messages=MESSAGES, extra_body={"ignore_eos": True}, **LONG
+        )
     deadline = time.monotonic() + 30
     while count(aborted) < before + 3:
         assert time.monotonic() < deadline, "one of the answers was generated to its end"

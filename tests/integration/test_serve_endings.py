@@ -39,8 +39,13 @@ def running(model: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], Pat
     """
     run_folders = Path("/tmp", f"t{os.getpid()}")
     run_folders.mkdir()
-    process = subprocess.Popen([TOURNANT, "serve", model, "--port", str(port)], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(run_folders)})
+    process = subprocess.Popen(
+        [TOURNANT, "serve", model, "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(run_folders)},
+    )
     below: set[int] = set()
     over = threading.Event()
 
@@ -93,8 +98,9 @@ def test_sigterm_lets_running_requests_end(tiny_model: Path) -> None:
         assert process.stdout.readline().startswith("Ready")
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
         messages: list[Any] = [{"role": "user", "content": "hi"}]
-        chunks = client.chat.completions.create(model=tiny_model.name, messages=messages, max_tokens=1500, stream=True,
-                                                extra_body={"ignore_eos": True})
+        chunks = client.chat.completions.create(
+            model=tiny_model.name, messages=messages, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
         reasons = []
         for place, chunk in enumerate(chunks):
             if place == 0:

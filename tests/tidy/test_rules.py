@@ -101,7 +101,7 @@ BAD: list[tuple[ModuleRule, str, str]] = [
     (rules.lazy_imports, "workers/a.py", "class A:\n    def f(self):\n        if self:\n            import json"),
     (rules.environment, "workers/a.py", "import os\nos.environ['A'] = '1'"),
     (rules.environment, "deploy/a.py", "from os import getenv"),
-    (rules.unexplained_todos, "workers/a.py", "x = 1  # TO" "DO: faster"),
+    (rules.unexplained_todos, "workers/a.py", "x = 1  # TODO: faster"),
 ]
 GOOD: list[tuple[ModuleRule, str, str]] = [
     (rules.import_layers, "deploy/a.py", "import ray\nimport triton_client\nfrom tournant.kernels import layout"),
@@ -111,7 +111,7 @@ GOOD: list[tuple[ModuleRule, str, str]] = [
     (rules.sizes, "workers/a.py", "def f():\n" + "    pass\n" * 69),
     (rules.lazy_imports, "workers/a.py", "if True:\n    import json"),
     (rules.environment, "deploy/cli.py", "import os\nos.environ['A'] = '1'"),
-    (rules.unexplained_todos, "workers/a.py", "# TO" "DO: split this once a second tier reads it, as both need it"),
+    (rules.unexplained_todos, "workers/a.py", "# TODO: split this once a second tier reads it, as both need it"),
 ]
 
 
@@ -145,5 +145,5 @@ def test_dead_rule_can_fail() -> None:
 
 
 def test_places_rule_can_fail() -> None:
-    text = "cd /ho" "me/someone/x\n--index https://py" "pi.org/simple\nsee ~/work/x, deploy/work/x and /ho" "me/ray/x\n"
+    text = "cd /home/someone/x\n--index https://pypi.org/simple\nsee ~/work/x, deploy/work/x and /home/ray/x\n"
     assert [line.split(": ")[0] for line in rules.foreign_places("a.md", text)] == ["a.md:1", "a.md:2"]

@@ -23,8 +23,14 @@ from tournant.workers.model_files import ModelFiles, check_supported, resolve_mo
 from tournant.workers.weights import load_checkpoint
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 300,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
 }
 
 
@@ -64,8 +70,10 @@ def test_weights_id_is_the_digest_of_names_and_bytes(tmp_path: Path) -> None:
         struct.pack("<Q", len(part)) + part
         for part in (
             b"tournant-weights-1",
-            b"config.json", hashlib.sha256((folder / "config.json").read_bytes()).digest(),
-            b"model.safetensors", hashlib.sha256((folder / "model.safetensors").read_bytes()).digest(),
+            b"config.json",
+            hashlib.sha256((folder / "config.json").read_bytes()).digest(),
+            b"model.safetensors",
+            hashlib.sha256((folder / "model.safetensors").read_bytes()).digest(),
         )
     )
     assert weights_id(folder, tmp_path / "cache") == hashlib.sha256(encoded).digest()
@@ -248,7 +256,11 @@ def test_hub_id(tmp_path: Path, hub: Hub) -> None:
     assert [(call["repo_id"], call["revision"]) for call in hub.calls] == [("org/tiny-1.5_B", "v2")] * 2
     assert hub.calls[0]["allow_patterns"] == ["config.json"]
     assert sorted(path.name for path in hub.target.rglob("*") if path.is_file()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
     assert found.weights_id == weights_id(hub.source, tmp_path / "cache")
     resolve_model("org/tiny", cache_dir=tmp_path / "cache")
