@@ -1,7 +1,7 @@
 """The header of a GGUF file, read without trusting it: metadata, and where each tensor lies.
 
 Owns the layout of GGUF versions 2 and 3 (little-endian) up to the tensor data; what the fields mean for a model is
-gguf_files.py's business.
+gguf_architectures.py's business.
 
 Invariants of a header that is returned:
  1. Nothing was read or allocated on the word of the file alone: every length was first held against a limit and against
@@ -29,6 +29,7 @@ MAX_FIELDS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 1 << 10
 MAX_STRING_BYTES = 1 << 20
+MAX_ITEM_BYTES = 1 << 11  # of a string in an array; the longest tokens, 128 blanks, have 256
 MAX_ARRAY_ITEMS = 1 << 20  # of all arrays of strings together; the largest vocabularies with their merges have 0.8 M
 MAX_HEADER_BYTES = 64 << 20
 MAX_ELEMENTS = 1 << 40
@@ -49,9 +50,10 @@ _FLOAT32 = 6
 
 @dataclass(frozen=True, slots=True)
 class ArrayField:
-    """An array in the metadata: only its length is kept."""
+    """An array in the metadata: only its length is kept, and how many bytes its strings have together."""
 
     length: int
+    text_bytes: int = 0
 
 
 Field = bool | int | float | str | ArrayField
@@ -97,12 +99,12 @@ class GGUFHeader:
             self._refuse(key, "a string")
         return value
 
-    def length(self, key: str) -> int:
-        """Items of an array that must be there."""
+    def array(self, key: str) -> ArrayField:
+        """What is kept of an array that must be there."""
         value = self.fields.get(key)
         if not isinstance(value, ArrayField):
             self._refuse(key, "an array")
-        return value.length
+        return value
 
     def _refuse(self, key: str, wanted: str) -> NoReturn:
         value = self.fields.get(key)
@@ -229,9 +231,10 @@ class _Cursor:
                     f"{self.path}: {what} has {length} strings; all arrays together may have {MAX_ARRAY_ITEMS}"
                 )
             self._items_left -= length
-            item = f"a string of {what}"
+            item, start = f"a string of {what}", self.position
             for _ in range(length):
-                self.take(self.count(MAX_STRING_BYTES, item), item)
+                self.take(self.count(MAX_ITEM_BYTES, item), item)
+            return ArrayField(length, self.position - start - length * _U64.size)
         else:
             raise ModelFormatError(f"{self.path}: {what} is an array of type {kind}; arrays hold numbers or strings")
         return ArrayField(length)

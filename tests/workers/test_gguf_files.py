@@ -12,16 +12,16 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFValueType as Type
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import tiny_gguf
 from tests.helpers.reference import _load as load_reference  # stays loaded for all tests of a run
-from tests.helpers.tiny_gguf import build_tiny_gguf
+from tests.helpers.tiny_gguf import SMALL, WIDE, build_tiny_gguf
 from tournant.workers import gguf_files
 from tournant.workers.errors import ConfigError, ModelFormatError
-from tournant.workers.gguf_files import TENSOR_TYPES, convert_gguf
-from tournant.workers.model_files import check_supported, default_model_path, read_config
+from tournant.workers.gguf_architectures import TENSOR_TYPES
+from tournant.workers.gguf_files import convert_gguf
+from tournant.workers.model_files import default_model_path
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +41,8 @@ def with_values(name: str, value: np.ndarray[Any, Any]) -> Callable[[Path], Any]
 BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no architecture": (without("general.architecture"), "field general.architecture is missing"),
     "architecture": (with_field("general.architecture", "mamba", Type.STRING), "architecture 'mamba' is not supported"),
-    "experts": (with_field("llama.expert_count", 8, Type.UINT32), "mixture-of-experts"),
+    "experts": (with_field("llama.expert_count", 8, Type.UINT32), "field llama.expert_count is 8; only 0 is supported"),
+    "one of several": (with_field("split.count", 3, Type.UINT16), "it is one of 3 files"),
     "no layers": (without("llama.block_count"), "field llama.block_count is missing"),
     "too many layers": (with_field("llama.block_count", 1 << 31, Type.UINT32), "llama.block_count is 2147483648"),
     "layers as text": (with_field("llama.block_count", "2", Type.STRING), "field llama.block_count is '2'"),
@@ -53,23 +54,15 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "layer_norm_rms_epsilon is nan",
     ),
     "heads": (with_field("llama.attention.head_count_kv", 3, Type.UINT32), "do not divide evenly over the 3 KV heads"),
+    "hidden size": (
+        with_field("llama.embedding_length", 66, Type.UINT32),
+        "is 66; it must be a multiple of the 4 heads",
+    ),
     "no heads": (with_field("llama.attention.head_count", 0, Type.UINT32), "field llama.attention.head_count is 0"),
     "part of a head": (with_field("llama.rope.dimension_count", 8, Type.UINT32), "llama.rope.dimension_count is 8"),
     "end token": (with_field("tokenizer.ggml.eos_token_id", 262, Type.UINT32), "tokenizer.ggml.eos_token_id is 262"),
-    "yarn": (with_field("llama.rope.scaling.type", "yarn", Type.STRING), "llama.rope.scaling.type is 'yarn'"),
-    "split": (with_field("tokenizer.ggml.pre", "bespoke", Type.STRING), "field tokenizer.ggml.pre is 'bespoke'"),
-    "merges": (
-        lambda path: build_tiny_gguf(path, without=("tokenizer.ggml.merges",)),
-        "fields tokenizer.ggml.* make no tokenizer",
-    ),
-    "smaller vocabulary": (
-        lambda path: build_tiny_gguf(
-            path,
-            fields={"llama.vocab_size": (256, Type.UINT32)},
-            values={name: np.zeros((256, 64), np.float32) for name in ("token_embd.weight", "output.weight")},
-        ),
-        "the tokenizer has 262 tokens, the model only 256",
-    ),
+    "rope": (with_field("llama.rope.scaling.type", "dynamic", Type.STRING), "llama.rope.scaling.type is dynamic"),
+    "yarn": (with_field("llama.rope.scaling.type", "yarn", Type.STRING), "field llama.rope.scaling.factor is missing"),
     "missing tensor": (without("blk.1.ffn_up.weight"), "tensor blk.1.ffn_up.weight is missing"),
     "unknown tensor": (
         lambda path: build_tiny_gguf(path, extra={"blk.0.attn_q.bias": np.zeros(64, np.float32)}),
@@ -80,14 +73,24 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "tensor blk.0.attn_v.weight has the shape [64, 64]; the metadata make it [32, 64]",
     ),
     "tensor type": (
-        lambda path: build_tiny_gguf(path, kinds={"blk.0.ffn_gate.weight": Kind.Q5_0}),
-        "tensor blk.0.ffn_gate.weight has type Q5_0; supported are F32, F16, BF16, Q4_1, Q8_0",
+        lambda path: build_tiny_gguf(path, kinds={"blk.0.ffn_gate.weight": Kind.TQ2_0}, shape=WIDE),
+        "tensor blk.0.ffn_gate.weight has type TQ2_0; supported are F32, F16, BF16, Q8_0, Q4_0",
+    ),
+    "norm type": (
+        lambda path: build_tiny_gguf(path, kinds={"output_norm.weight": Kind.Q8_0}),
+        "tensor output_norm.weight has type Q8_0; supported are F32, F16, BF16",
     ),
     "NaN": (with_values("output_norm.weight", np.full(64, np.nan)), "tensor output_norm.weight holds NaN or infinity"),
     "range": (with_values("output_norm.weight", np.full(64, -3.4e38)), "output_norm.weight holds values up to 3.4e+38"),
     "frequencies": (
         lambda path: build_tiny_gguf(path, extra={"rope_freqs.weight": np.zeros(8, np.float32)}),
         "tensor rope_freqs.weight holds values outside",
+    ),
+    "frequencies of two types": (
+        lambda path: build_tiny_gguf(
+            path, extra={f"rope_{name}.weight": np.ones(8, np.float32) for name in ("freqs", "factors_long")}
+        ),
+        "tensors rope_factors_long.weight, rope_freqs.weight are of different RoPE types",
     ),
 }
 
@@ -103,30 +106,30 @@ def test_model_that_cannot_be_used(tmp_path: Path, name: str) -> None:
     assert [entry.name for entry in (tmp_path / "cache").glob("converted/*")] in ([], ["lock"])
 
 
-@pytest.mark.case(59)
-@pytest.mark.case(61)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", TENSOR_TYPES, ids=lambda kind: kind.name)
 def test_tensors_of_every_type(tmp_path: Path, kind: Kind, dtype: str) -> None:
     """What the gguf package dequantises, in the wanted dtype, under Hugging Face names and in their row order."""
     path = tmp_path / "tiny.gguf"
-    expected = build_tiny_gguf(path, kind=kind)
+    expected = build_tiny_gguf(path, kind=kind, shape=WIDE)
     folder = convert_gguf(path, dtype, tmp_path)
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(found[name], torch.from_numpy(values).to(DTYPES[dtype]), rtol=0, atol=0)
-    check_supported(read_config(folder))
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == DTYPES[dtype]
     assert torch.equal(model.state_dict()["lm_head.weight"], found["lm_head.weight"])
 
 
-def test_pieces_join_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "shape"), [(Kind.Q4_1, SMALL), (Kind.Q6_K, WIDE)])
+def test_pieces_join_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, shape: tiny_gguf.Shape
+) -> None:
     """Tensors larger than a piece are put together without a seam, heads whole."""
     path = tmp_path / "tiny.gguf"
-    expected = build_tiny_gguf(path, kind=Kind.Q4_1)
-    monkeypatch.setattr(gguf_files, "CHUNK_ELEMENTS", 7 * tiny_gguf.HIDDEN)
+    expected = build_tiny_gguf(path, kind=kind, shape=shape)
+    monkeypatch.setattr(gguf_files, "CHUNK_ELEMENTS", 7 * shape.hidden)
     found = load_file(convert_gguf(path, "float32", tmp_path) / "model.safetensors")
     for name, values in expected.items():
         assert torch.equal(found[name], torch.from_numpy(values))
@@ -147,9 +150,9 @@ def test_configuration(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     assert config.architectures == ["LlamaForCausalLM"]
     sizes = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size)
-    assert sizes == (tiny_gguf.HIDDEN, tiny_gguf.INNER, tiny_gguf.LAYERS, tiny_gguf.VOCAB_SIZE)
+    assert sizes == (SMALL.hidden, SMALL.inner, SMALL.layers, tiny_gguf.VOCAB_SIZE)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    assert heads == (tiny_gguf.HEADS, tiny_gguf.KV_HEADS, tiny_gguf.HEAD_SIZE)
+    assert heads == (SMALL.heads, SMALL.kv_heads, SMALL.head_size)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 50000.0}
     assert (config.rms_norm_eps, config.max_position_embeddings, config.tie_word_embeddings) == (1e-5, 512, False)
     assert (config.bos_token_id, config.eos_token_id, config.dtype) == (1, 2, torch.float16)
@@ -163,66 +166,6 @@ def test_output_left_out_means_tied_embeddings(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(convert_gguf(path, "float32", tmp_path))
     assert model.config.tie_word_embeddings
     assert torch.equal(model.lm_head.weight, torch.from_numpy(expected["model.embed_tokens.weight"]))
-
-
-def inverse_frequencies(folder: Path) -> torch.Tensor:
-    config = AutoConfig.from_pretrained(folder)
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
-    assert scaling == 1.0
-    return frequencies
-
-
-def test_rope_scaling(tmp_path: Path) -> None:
-    plain = 1.0 / 50000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
-    factors = np.array([1, 1, 1, 1.5, 2, 4, 8, 8], dtype=np.float32)
-    build_tiny_gguf(tmp_path / "factors.gguf", extra={"rope_freqs.weight": factors})
-    found = inverse_frequencies(convert_gguf(tmp_path / "factors.gguf", "float32", tmp_path))
-    torch.testing.assert_close(found, plain / torch.from_numpy(factors))
-    linear = {"llama.rope.scaling.type": ("linear", Type.STRING), "llama.rope.scaling.factor": (4.0, Type.FLOAT32)}
-    build_tiny_gguf(tmp_path / "linear.gguf", fields=linear)
-    folder = convert_gguf(tmp_path / "linear.gguf", "float32", tmp_path)
-    check_supported(read_config(folder))
-    torch.testing.assert_close(inverse_frequencies(folder), plain / 4)
-
-
-def tiny_tokenizer(tmp_path: Path, **fields: tuple[Any, Type]) -> PreTrainedTokenizerBase:
-    path = tmp_path / "tiny.gguf"
-    build_tiny_gguf(path, fields={f"tokenizer.ggml.{key}": value for key, value in fields.items()})
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(convert_gguf(path, "float16", tmp_path))
-    return tokenizer
-
-
-def test_tokenizer(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer(tmp_path)
-    for line in ("hello  12\n\n 3", "naïve 日本語 🙂", "<|im_start|>x<|im_end|>"):
-        assert tokenizer.decode(tokenizer.encode(line)) == line
-    assert tokenizer.encode("<|im_start|><|im_end|>") == [1, 2]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert tokenizer.unk_token == "<|endoftext|>"
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("he  4")) == ["he", "ĠĠ", "4"]
-    assert tokenizer.model_max_length == 512
-    message = [{"role": "user", "content": "he"}]
-    assert tokenizer.apply_chat_template(message, tokenize=False) == "<|im_start|>user\nhe<|im_end|>\n"
-
-
-@pytest.mark.case(51)
-def test_begin_token_is_added_once(tmp_path: Path) -> None:
-    """As the file says; without a word in it, vocabularies of the Llama 3 kind have one."""
-    assert tiny_tokenizer(tmp_path, add_bos_token=(True, Type.BOOL)).encode("he")[:2] == [1, 259]
-    assert tiny_tokenizer(tmp_path, add_bos_token=(False, Type.BOOL)).encode("he") == [259]
-    llama3 = tiny_tokenizer(tmp_path, pre=("llama-bpe", Type.STRING))
-    assert llama3.encode("he") == [1, 259]
-    assert llama3.encode(f"{tiny_gguf.WHOLE_WORD}")[1:] == [tiny_gguf.VOCAB_SIZE - 1]
-    silent = tiny_tokenizer(tmp_path, pre=("llama-bpe", Type.STRING), add_bos_token=(False, Type.BOOL))
-    assert silent.encode("he") == [259]
-
-
-def test_files_beside_the_model_have_no_say(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|im_end|>", "add_bos_token": True}))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|foreign|>": 7}))
-    tokenizer = tiny_tokenizer(tmp_path)
-    assert tokenizer.bos_token == "<|im_start|>"
-    assert "<|foreign|>" not in tokenizer.get_vocab()
 
 
 def test_a_file_is_converted_once(tmp_path: Path) -> None:
@@ -310,25 +253,3 @@ def test_smollm2_weights_are_those_of_transformers(smollm2: Path) -> None:
     for key in (*sizes, "head_dim", "vocab_size", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(other, key), key
     assert np.float32(config.rms_norm_eps) == np.float32(other.rms_norm_eps)
-
-
-def test_smollm2_tokenizer(smollm2: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token) == (1, 2, "<|im_end|>")
-    assert len(tokenizer) == 49152
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.decode(ids) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert ids.count(1) == 3
-    assert tokenizer.encode("Hello world") == [19556, 905]
-    assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == [2]
-
-
-def test_smollm2_digits_stand_alone(smollm2: Path) -> None:
-    """Spaces before a number stay together, because the model's own tokenizer cuts out every digit first."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x =    42")) == ["x", "Ġ=", "ĠĠĠĠ", "4", "2"]
-    code = "\tif n == 1024:\n        return 0"
-    assert tokenizer.decode(tokenizer.encode(code)) == code

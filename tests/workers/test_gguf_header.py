@@ -12,8 +12,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tests.helpers.tiny_gguf import build_tiny_gguf
-from tournant.workers import gguf_files
 from tournant.workers.errors import ModelFormatError
+from tournant.workers.gguf_architectures import read_config, wanted_tensors
 from tournant.workers.gguf_files import convert_gguf
 from tournant.workers.gguf_header import ArrayField, read_gguf_header
 
@@ -79,6 +79,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         raw_gguf((field(b"a.b", ARRAY, struct.pack("<IQ", TEXT, 1 << 20)),)),
         "a string of field a.b needs 8 bytes",
     ),
+    "string array item": (
+        raw_gguf((field(b"a.b", ARRAY, struct.pack("<IQ", TEXT, 1) + text(bytes(3000))),)),
+        "a string of field a.b has the length 3000; at most 2048 is allowed",
+    ),
     "nested array": (
         raw_gguf((field(b"a.b", ARRAY, struct.pack("<IQ", ARRAY, 1)),)),
         "field a.b is an array of type 9",
@@ -119,6 +123,7 @@ LARGE_HOSTILE = """
 import resource, struct, sys
 from pathlib import Path
 from tournant.workers.errors import ModelFormatError
+from tournant.workers.gguf_architectures import read_config, wanted_tensors
 from tournant.workers.gguf_files import convert_gguf
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -172,7 +177,7 @@ def test_truncation_anywhere_and_flipped_bits(tmp_path: Path) -> None:
         path.write_bytes(data)
         try:
             header = read_gguf_header(path)
-            gguf_files._wanted_tensors(header, gguf_files.llama_config(header, "float32"))
+            wanted_tensors(header, read_config(header, "float32"))
         except ModelFormatError:
             refused += 1
     assert 50 < refused < 400
@@ -192,6 +197,7 @@ def test_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
         contents = reader.fields[key].contents()
         if isinstance(value, ArrayField):
             assert value.length == len(contents)
+            assert value.text_bytes == sum(len(item.encode()) for item in contents if isinstance(item, str))
         elif isinstance(value, float):
             assert np.float32(value) == np.float32(contents)
         else:
