@@ -1,8 +1,9 @@
-"""The default model in fp32: greedy tokens equal what transformers makes of the same GGUF file."""
+"""The default model in fp32: greedy tokens equal transformers' on the converted folder.
+
+That the folder holds exactly the tensors transformers makes of the GGUF file is test_gguf_files.py's business.
+"""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.workers.harness import Session
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_process import build_engine
-from tournant.workers.model_files import ModelFiles, default_model_path, resolve_model
+from tournant.workers.model_files import ModelFiles, resolve_model
 
 PROMPTS = (
     "The capital of France is",
@@ -35,11 +36,10 @@ def prompts(files: ModelFiles) -> list[list[int]]:
 
 
 def test_greedy_tokens_equal_transformers(files: ModelFiles, prompts: list[list[int]]) -> None:
-    """Cold, then all together from the prefix cache."""
+    """Five prompts together: cold, then from the prefix cache."""
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 26, deterministic=True)
     session = Session(build_engine(config, files, writer_id=1)[0])
-    cold = [session.ask([prompt], max_tokens=NUM_NEW)[0] for prompt in prompts]
-    path: Path = default_model_path()
-    assert cold == reference_generate(path, prompts, NUM_NEW)
+    cold = session.ask(prompts, max_tokens=NUM_NEW)
+    assert cold == reference_generate(files.folder, prompts, NUM_NEW)
     assert session.ask(prompts, max_tokens=NUM_NEW) == cold
     assert session.engine.stats().prefix_hit_tokens > 0

@@ -42,9 +42,7 @@ def test_against_a_loop(pad: bool) -> None:
         batch, tables = random_batch(rng, 6)
         step = builder.build(batch)
         ids, positions, slots, ends, at = [], [], [], [], 0
-        for row, start, count, offset in zip(
-            batch.rows, batch.starts, batch.counts, batch.rope_offsets, strict=True
-        ):
+        for row, start, count, offset in zip(batch.rows, batch.starts, batch.counts, batch.rope_offsets, strict=True):
             for position in range(start, start + count):
                 token = batch.token_ids[at]
                 ids.append(100 + row if token == UNKNOWN_TOKEN else token)

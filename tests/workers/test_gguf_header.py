@@ -150,7 +150,9 @@ def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
     (tmp_path / "strings.gguf").write_bytes(raw_gguf((field(b"tokenizer.ggml.tokens", ARRAY, strings),)))
     result = subprocess.run(
         [sys.executable, "-c", LARGE_HOSTILE, str(tmp_path / "cache"), *map(str, sorted(tmp_path.glob("*.gguf")))],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     unit = 1 if sys.platform == "darwin" else 1024

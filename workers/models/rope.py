@@ -57,14 +57,16 @@ class Rope:
 
 
 def position_limit(config: Any) -> int:
-    """Tokens a model may hold: its positions, times the factor where the configuration gives the unscaled number."""
-    limit = int(config.max_position_embeddings)
-    for parameters in _parameter_sets(config):
-        kind, factor = parameters.get("rope_type", "default"), float(parameters.get("factor") or 1.0)
-        if kind in STRETCHED_TYPES:
-            return int(limit * factor)
-        if kind == "yarn" and (original := parameters.get("original_max_position_embeddings")):
-            return max(limit, int(original * factor))
+    """Tokens a model may hold: its positions, times the factor where the configuration gives the unscaled number.
+
+    Models with a rotation per layer type (Gemma 3) give the scaled number.
+    """
+    limit, parameters = int(config.max_position_embeddings), config.rope_parameters
+    factor = float(parameters.get("factor") or 1.0)
+    if parameters.get("rope_type") in STRETCHED_TYPES:
+        return int(limit * factor)
+    if parameters.get("rope_type") == "yarn" and (original := parameters.get("original_max_position_embeddings")):
+        return max(limit, int(original * factor))
     return limit
 
 
@@ -96,9 +98,3 @@ def make_rope(config: Any, head_size: int, max_model_len: int, layer_type: str |
     if max_model_len <= switch:
         return Rope(short, scaling)
     return Rope(short, scaling, compute(switch + 1)[0], switch)
-
-
-def _parameter_sets(config: Any) -> list[dict[str, Any]]:
-    parameters = config.rope_parameters
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
