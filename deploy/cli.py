@@ -94,7 +94,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder with config.json and safetensors, a .gguf file, or a hub id. SmolLM2-135M-Instruct if left out.",
+            help="Folder with config.json and safetensors, a .gguf file, or a hub id; default SmolLM2-135M-Instruct.",
         ),
     ] = None,
     config: Annotated[Path | None, Flag(help="Serve file (YAML); flags go before what it says.")] = None,

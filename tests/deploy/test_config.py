@@ -191,7 +191,8 @@ def test_a_file_says_where_to_listen_and_what_serve_is_told(tmp_path: Path) -> N
         (serve_file(arg={}), "unknown key applications[0].arg; did you mean applications[0].args?"),
         (
             serve_file(runtime_env={}),
-            "applications[0].runtime_env is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`",
+            "applications[0].runtime_env is known to Serve, but `tournant serve` does not carry it out; "
+            "use `serve deploy`",
         ),
         (serve_file(args={"port": 1}), "args.port: the address of a Serve file stands in http_options, not in args"),
         (serve_file(args={"egnine": {}}), "unknown key egnine; did you mean engine?"),
