@@ -114,8 +114,10 @@ def run(options: Options) -> Report:
     layout, bounds = (QUICK_LAYOUT if options.quick else LAYOUT), Bounds(options.quick)
     shrink = 16 if options.quick else 1
     note = f"back end {ops.backend()!r}, {layout.num_layers} layers per pass, blocks scattered"
-    for title, seqs, tokens in (("decode, 1 sequence of 8,192 tokens", 1, 8192),
-                                ("decode, 32 sequences of 160 tokens", 32, 160)):
+    for title, seqs, tokens in (
+        ("decode, 1 sequence of 8,192 tokens", 1, 8192),
+        ("decode, 32 sequences of 160 tokens", 32, 160),
+    ):
         case = PagedCase(layout, seqs, tokens // (shrink if seqs == 1 else 1), 1)
         forms = {"contiguous, heads packed": case.packed, "contiguous, enable_gqa": case.grouped}
         report.add(_compare(title, case, forms, bounds, options, note, memory_bound=True))
@@ -127,8 +129,14 @@ def run(options: Options) -> Report:
 
 
 def _compare(
-    title: str, case: PagedCase, forms: dict[str, Callable[[], torch.Tensor]], bounds: Bounds, options: Options,
-    note: str, *, memory_bound: bool,
+    title: str,
+    case: PagedCase,
+    forms: dict[str, Callable[[], torch.Tensor]],
+    bounds: Bounds,
+    options: Options,
+    note: str,
+    *,
+    memory_bound: bool,
 ) -> Table:
     ours = case.paged().float()
     for name, form in forms.items():
@@ -147,13 +155,15 @@ def _compare(
         share = rate.over(found[bound])
         ratio = found[best].over(found[OURS])
         bars = [at_least(MIN_RATIO, ratio), at_least(MIN_SHARE, share)] if memory_bound and name == OURS else []
-        rows.append([
-            name,
-            found[name].map(lambda seconds: seconds * 1e3 / case.layout.num_layers),
-            share,
-            ratio if name == OURS else "best" if name == best else "",
-            "; ".join(bars),
-        ])
+        rows.append(
+            [
+                name,
+                found[name].map(lambda seconds: seconds * 1e3 / case.layout.num_layers),
+                share,
+                ratio if name == OURS else "best" if name == best else "",
+                "; ".join(bars),
+            ]
+        )
     unit, size = ("GB/s RAM read", 1e9) if memory_bound else ("TFLOP/s bfloat16 matrix product", 1e12)
     shown = found[bound].map(lambda value: value / size)
     return Table(
@@ -187,12 +197,18 @@ def _copies(layout: KVLayout, count: int, bounds: Bounds, options: Options) -> T
         "copies of blocks",
         ("form", "GB/s copied", "speed over memcpy", "bar"),
         [
-            (name, seconds.map(lambda value: num_bytes / value / 1e9), "" if name == MEMCPY else ratio,
-             "" if name == MEMCPY else at_least(MIN_COPY_RATIO, ratio))
+            (
+                name,
+                seconds.map(lambda value: num_bytes / value / 1e9),
+                "" if name == MEMCPY else ratio,
+                "" if name == MEMCPY else at_least(MIN_COPY_RATIO, ratio),
+            )
             for name, seconds in found.items()
         ],
-        (f"{count} blocks of {layout.block_bytes >> 10} KiB; a large copy of other memory runs at "
-         f"{bounds.copy() / 1e9:.3g} GB/s.",),
+        (
+            f"{count} blocks of {layout.block_bytes >> 10} KiB; a large copy of other memory runs at "
+            f"{bounds.copy() / 1e9:.3g} GB/s.",
+        ),
     )
 
 

@@ -212,12 +212,14 @@ class Report:
     def to_json(self, facts: Mapping[str, str]) -> list[str]:
         """One JSON line per row."""
         return [
-            json.dumps({
-                "benchmark": self.title,
-                "table": table.title,
-                **{name: _plain(cell) for name, cell in zip(table.columns, row, strict=True)},
-                "machine": dict(facts),
-            })
+            json.dumps(
+                {
+                    "benchmark": self.title,
+                    "table": table.title,
+                    **{name: _plain(cell) for name, cell in zip(table.columns, row, strict=True)},
+                    "machine": dict(facts),
+                }
+            )
             for table in self.tables
             for row in table.rows
         ]

@@ -39,7 +39,11 @@ class Contestant:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENBLAS_")}
         self._process = subprocess.Popen(
             [python, str(PEERS / script), json.dumps(dict(arguments))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
             start_new_session=True,
         )
         self._paused = False

@@ -33,7 +33,9 @@ class ServerProcess:
     def __init__(self, script: str, arguments: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(SERVERS / script), json.dumps(dict(arguments))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             ready = self._read(START_TIMEOUT_S)

@@ -70,8 +70,12 @@ def _requests(bare: ServerProcess, ours: ServerProcess, count: int, options: Opt
         "CPU per request",
         ("request", "microseconds", "this / bare uvicorn", "bar"),
         [
-            (name, value, value.over(echo) if value is not echo else "",
-             at_most(MAX_REQUEST_US, value) if value is not echo else "")
+            (
+                name,
+                value,
+                value.over(echo) if value is not echo else "",
+                at_most(MAX_REQUEST_US, value) if value is not echo else "",
+            )
             for name, value in found.items()
         ],
         (f"{count} requests over {USERS} connections; one uvicorn worker ({ours.facts}); not streamed.",),

@@ -127,8 +127,15 @@ def _server(options: Options) -> Table:
         rows.append([str(users), *(found[users].samples(name) for name in found[users].values), least])
     return Table(
         "HTTP streams, milliseconds",
-        ("concurrency", "first token p50", "first token p99", "between tokens p50", "between tokens p99", "tokens/s",
-         "least between tokens"),
+        (
+            "concurrency",
+            "first token p50",
+            "first token p99",
+            "between tokens p50",
+            "between tokens p99",
+            "tokens/s",
+            "least between tokens",
+        ),
         rows,
         (
             f"Prompts of {', '.join(map(str, traffic.prompts))} random tokens in turn, {traffic.new} new tokens each, "
@@ -148,9 +155,17 @@ class ControlPath:
         tokens = CONTROL_PROMPT + max_tokens
         blocks_each = -(-tokens // SMOLLM2_LAYOUT.block_tokens)
         info = EngineInfo(
-            writer_id=1, pid=0, max_model_len=tokens, pool_tokens=num_seqs * blocks_each * SMOLLM2_LAYOUT.block_tokens,
-            block_tokens=SMOLLM2_LAYOUT.block_tokens, max_num_seqs=num_seqs, max_queued_requests=0,
-            vocab_size=SMOLLM2_VOCAB, eos_token_ids=(), dtype="bfloat16", device="cpu",
+            writer_id=1,
+            pid=0,
+            max_model_len=tokens,
+            pool_tokens=num_seqs * blocks_each * SMOLLM2_LAYOUT.block_tokens,
+            block_tokens=SMOLLM2_LAYOUT.block_tokens,
+            max_num_seqs=num_seqs,
+            max_queued_requests=0,
+            vocab_size=SMOLLM2_VOCAB,
+            eos_token_ids=(),
+            dtype="bfloat16",
+            device="cpu",
             namespace=Namespace(b"w" * 32, "bf16", "null", b"l" * 32),
         )
         self._rng = random.Random(20)

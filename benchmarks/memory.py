@@ -25,21 +25,37 @@ LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=16, head_size=64, 
 def run(options: Options) -> Report:
     """Count both traces, or say why not."""
     report = Report("KV memory")
-    lengths = {name: _lengths(options.traces / file) for name, file in TRACES.items()
-               if (options.traces / file).is_file()}
+    lengths = {
+        name: _lengths(options.traces / file) for name, file in TRACES.items() if (options.traces / file).is_file()
+    }
     rows = [_row(name, found) for name, found in lengths.items()]
     if len(lengths) == len(TRACES):
         rows.append(_row("both", [length for found in lengths.values() for length in found]))
-    notes = [f"Not counted: {file} is not in the folder of --traces." for name, file in TRACES.items()
-             if name not in lengths]
-    report.add(Table(
-        "reserved KV over Azure request lengths",
-        ("requests", "count", "cut to the limit", "GiB paged", "GiB contiguous", "paged / contiguous", "bar",
-         "waste in last blocks", "bar of waste"),
-        rows,
-        [f"SmolLM2-135M, bfloat16, {LAYOUT.block_tokens} tokens per block, contiguous pieces of {MAX_MODEL_LEN:,} "
-         "tokens, every request once; waste = token slots reserved and never used, of those reserved.", *notes],
-    ))
+    notes = [
+        f"Not counted: {file} is not in the folder of --traces." for name, file in TRACES.items() if name not in lengths
+    ]
+    report.add(
+        Table(
+            "reserved KV over Azure request lengths",
+            (
+                "requests",
+                "count",
+                "cut to the limit",
+                "GiB paged",
+                "GiB contiguous",
+                "paged / contiguous",
+                "bar",
+                "waste in last blocks",
+                "bar of waste",
+            ),
+            rows,
+            [
+                f"SmolLM2-135M, bfloat16, {LAYOUT.block_tokens} tokens per block, contiguous pieces of {MAX_MODEL_LEN:,} "
+                "tokens, every request once; waste = token slots reserved and never used, of those reserved.",
+                *notes,
+            ],
+        )
+    )
     return report
 
 
@@ -61,8 +77,14 @@ def _row(name: str, lengths: list[int]) -> list[Cell]:
     paged, contiguous = blocks * LAYOUT.block_bytes, len(used) * MAX_MODEL_LEN * LAYOUT.token_bytes
     ratio, waste = paged / contiguous, 1 - sum(used) * LAYOUT.token_bytes / paged
     return [
-        name, f"{len(used):,}", str(sum(length > MAX_MODEL_LEN for length in lengths)), paged / (1 << 30),
-        contiguous / (1 << 30), ratio, at_most(MAX_RESERVED, Samples((ratio,))), f"{waste:.2%}",
+        name,
+        f"{len(used):,}",
+        str(sum(length > MAX_MODEL_LEN for length in lengths)),
+        paged / (1 << 30),
+        contiguous / (1 << 30),
+        ratio,
+        at_most(MAX_RESERVED, Samples((ratio,))),
+        f"{waste:.2%}",
         at_most(MAX_WASTE, Samples((waste,))),
     ]
 

@@ -183,20 +183,24 @@ def _measure(
     )
     read, matmul = found[READ], found[MATMUL]
     least = Samples(
-        tuple(costs.generate_s(job.batch, job.prompt, job.new, *each)
-              for each in zip(read.values, matmul.values, strict=True))
+        tuple(
+            costs.generate_s(job.batch, job.prompt, job.new, *each)
+            for each in zip(read.values, matmul.values, strict=True)
+        )
     )
     rows: list[list[Cell]] = []
     for name in able:
         seconds = found[name]
         ratio = seconds.over(found[OURS])
-        rows.append([
-            name,
-            seconds.map(lambda value: job.counted / value),
-            "" if name == OURS else ratio,
-            at_least(job.bars[name], ratio) if name in job.bars else "",
-            "" if name == LLAMA else least.over(seconds),
-        ])
+        rows.append(
+            [
+                name,
+                seconds.map(lambda value: job.counted / value),
+                "" if name == OURS else ratio,
+                at_least(job.bars[name], ratio) if name in job.bars else "",
+                "" if name == LLAMA else least.over(seconds),
+            ]
+        )
     rows.append(["bound (bfloat16)", least.map(lambda value: job.counted / value), "", "", ""])
     return Table(
         job.title,

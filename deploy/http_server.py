@@ -86,6 +86,7 @@ def uvicorn_config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
         port=port,
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         ws="none",
         timeout_keep_alive=75,

@@ -6,6 +6,8 @@ batches are carried out in the order they are given.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 
@@ -44,8 +46,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         if config.device == "cuda":
             raise ConfigError("device is 'cuda'; this version runs on the CPU only: choose --device cpu or auto")
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        # said outright, because Ray gives its workers OMP_NUM_THREADS=1 and the engine inherits it
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.decoder_config = read_decoder_config(files.folder, config.max_model_len)
         dtype = TORCH_DTYPES[config.dtype]

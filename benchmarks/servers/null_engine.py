@@ -21,8 +21,17 @@ class NullEngineClient:
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         self.info = EngineInfo(
-            writer_id=1, pid=0, max_model_len=1 << 16, pool_tokens=1 << 20, block_tokens=16, max_num_seqs=1024,
-            max_queued_requests=1 << 16, vocab_size=vocab_size, eos_token_ids=(), dtype="bfloat16", device="cpu",
+            writer_id=1,
+            pid=0,
+            max_model_len=1 << 16,
+            pool_tokens=1 << 20,
+            block_tokens=16,
+            max_num_seqs=1024,
+            max_queued_requests=1 << 16,
+            vocab_size=vocab_size,
+            eos_token_ids=(),
+            dtype="bfloat16",
+            device="cpu",
             namespace=Namespace(b"w" * 32, "bf16", "null", b"l" * 32),
         )
         self.stats = EngineStats()

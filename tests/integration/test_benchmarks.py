@@ -84,8 +84,11 @@ def test_json_rows_hold_every_round_and_the_machine(quick_run: Run) -> None:
 
 
 def test_what_was_not_measured_is_said(quick_run: Run) -> None:
-    for note in ("Not measured: vllm (no --vllm-python).", "Not measured: llama.cpp (no --llama-python).",
-                 "Not counted: azure2023_conv.csv.gz is not in the folder of --traces."):
+    for note in (
+        "Not measured: vllm (no --vllm-python).",
+        "Not measured: llama.cpp (no --llama-python).",
+        "Not counted: azure2023_conv.csv.gz is not in the folder of --traces.",
+    ):
         assert note in quick_run.printed
         assert note in quick_run.markdown
 

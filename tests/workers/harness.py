@@ -25,7 +25,7 @@ def files_of(folder: Path) -> ModelFiles:
 
 def make_engine(folder: Path, num_blocks: int = 64, **config: object) -> Engine:
     """An engine in fp32 and deterministic mode unless told otherwise; `num_blocks` blocks of 16 tokens."""
-    fields: dict[str, object] = {"dtype": "float32", "deterministic": True, "device": "cpu"} | config
+    fields: dict[str, object] = {"dtype": "float32", "deterministic": True, "device": "cpu", "num_threads": 1} | config
     decoder = read_decoder_config(folder)
     block_tokens = fields.get("block_tokens") or 16
     token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
