@@ -50,7 +50,7 @@ def run(options: Options) -> Report:
             ),
             rows,
             [
-                f"SmolLM2-135M, bfloat16, {LAYOUT.block_tokens} tokens per block, contiguous pieces of {MAX_MODEL_LEN:,} "
+                f"SmolLM2-135M, bf16, {LAYOUT.block_tokens} tokens per block, contiguous pieces of {MAX_MODEL_LEN:,} "
                 "tokens, every request once; waste = token slots reserved and never used, of those reserved.",
                 *notes,
             ],

@@ -23,6 +23,9 @@ struct store { /* arguments of store_kv; every field 8 bytes; strides in element
 
 #define MAX_LINEAR_ROWS 4
 #define LINEAR_OUTS 8    /* outputs computed at once, at most */
+#ifndef LINEAR_AHEAD
+#define LINEAR_AHEAD 16 /* rows of weights between a prefetch and its use */
+#endif
 #define LINEAR_CHUNK 64  /* outputs handed to a thread at once */
 
 struct linear { /* arguments of linear; every field 8 bytes; strides in elements */
