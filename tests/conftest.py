@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import tests.helpers.triton_interpreter  # noqa: F401 - before torch._dynamo imports triton, see there
 from tests.helpers.ray_guard import RayGuard
 
 REPO = Path(__file__).resolve().parent.parent

@@ -50,8 +50,9 @@ def test_top_folders_hold_no_init() -> None:
 
 def test_dependencies_are_declared_and_pinned() -> None:
     project = pyproject()["project"]
-    runtime = {canonical(name) for name in project["dependencies"]}
-    every = runtime | {canonical(name) for name in project["optional-dependencies"]["test"]}
+    extras = project["optional-dependencies"]
+    runtime = {canonical(name) for name in project["dependencies"] + extras["cuda"]}
+    every = runtime | {canonical(name) for name in extras["test"]}
     pins = [line for line in (REPO / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert [line for line in pins if not re.fullmatch(r"[A-Za-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
     assert every - {canonical(line) for line in pins} == set()

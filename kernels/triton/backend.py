@@ -1,0 +1,175 @@
+"""The Triton back end as one object: what `ops` dispatches to for tensors on a GPU (or under Triton's interpreter).
+
+Owns: the choice of kernels for a step. Methods mirror `NativeKernels` and the functions of `reference`; keywords beyond
+theirs say what only this back end does. Nothing here waits for the device, so out-of-range slots and positions cannot
+raise: their rows are left alone. fp8 KV: kv_cache of torch.float8_e5m2, or of torch.float8_e4m3fn with `kv_scales`
+(float32 [blocks, layers, 2, kv_heads], beside the pool and copied with it).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import AttentionPlan
+from tournant.kernels.triton import gated, merge_states, rms_norm, rope, rope_store_kv, store_kv, store_kv_e4m3
+from tournant.kernels.triton.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from tournant.kernels.triton.card import Card
+from tournant.kernels.triton.fp8 import form_of
+from tournant.kernels.triton.paged_decode import paged_decode
+from tournant.kernels.triton.paged_prefill import paged_prefill
+from tournant.kernels.triton.plan import DevicePlan, device_plan, refill, static_decode_plan
+
+
+class TritonKernels:
+    """One per device. card: what tile sizes are chosen for. deterministic: a row's attention does not depend on its
+    step (see `device_plan`); all other kernels are row by row in any case.
+    """
+
+    def __init__(self, card: Card, *, deterministic: bool = False) -> None:
+        self._card = card
+        self._deterministic = deterministic
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        *,
+        unit_offset: bool = False,
+    ) -> torch.Tensor:
+        """See `ops.rms_norm`; x may also be [N, heads, H]. unit_offset: Gemma's (1 + weight)."""
+        return rms_norm.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `ops.silu_mul`."""
+        return gated.silu_mul(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) * up, tanh approximation."""
+        return gated.gelu_tanh_mul(gate_up)
+
+    def rope(self, x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate x [N, heads, hs] into out, which may be x."""
+        rope.rope(x, cos_sin, positions, out)
+
+    def store_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """See `ops.store_kv`; kv_cache may be fp8. Raises ValueError when e4m3 comes without scales."""
+        if form_of(kv_cache) != "e4m3":
+            store_kv.store_kv(k, v, kv_cache, layer, slot_mapping)
+        elif kv_scales is None:
+            raise ValueError("kv_cache holds float8_e4m3fn codes; give kv_scales [blocks, layers, 2, kv_heads]")
+        else:
+            store_kv_e4m3.store_kv_e4m3(k, v, kv_cache, kv_scales, layer, slot_mapping)
+
+    def rope_store_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """See `ops.rope_store_kv`. With fp8 KV the rotated keys take a detour through memory."""
+        if form_of(kv_cache) == "plain":
+            rope_store_kv.rope_store_kv(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping)
+            return
+        rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        real = torch.where(slot_mapping < 0, -1, positions)  # padding rows keep their q
+        rope.rope(q, cos_sin, real, q)
+        rope.rope(k, cos_sin, positions, rotated)
+        self.store_kv(rotated, v, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
+
+    def copy_blocks(self, kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """See `ops.copy_blocks`; src and dst may be on the CPU."""
+        device = kv_cache.device
+        copy_blocks(kv_cache, src.to(device, non_blocking=True), dst.to(device, non_blocking=True))
+
+    def gather_blocks(self, pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
+        """staging[i] = pool[ids[i]], a negative id skips its place."""
+        gather_blocks(pool, ids, staging)
+
+    def scatter_blocks(self, staging: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
+        """pool[ids[i]] = staging[i], a negative id skips its place."""
+        scatter_blocks(staging, ids, pool)
+
+    def merge_states(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        a: torch.Tensor,
+        lse_a: torch.Tensor,
+        b: torch.Tensor,
+        lse_b: torch.Tensor,
+    ) -> None:
+        """Two attention results over disjoint KV become one; out and lse may be a and lse_a."""
+        merge_states.merge_states(out, lse, a, lse_a, b, lse_b)
+
+    def prepare(self, plan: AttentionPlan, device: torch.device) -> DevicePlan:
+        """Upload a step. `paged_attention` does it by itself the first time it sees a plan."""
+        return device_plan(plan, self._card, device, deterministic=self._deterministic)
+
+    def static_plan(
+        self, layout: KVLayout, num_heads: int, num_seqs: int, max_blocks: int, device: torch.device
+    ) -> DevicePlan:
+        """A plan for CUDA graphs of decode steps: set it as `plan.native`, capture, then `refill` and replay."""
+        return static_decode_plan(layout, num_heads, num_seqs, max_blocks, self._card, device)
+
+    def refill(self, static: DevicePlan, plan: AttentionPlan) -> None:
+        """Put a decode step into a static plan. Raises ValueError when it does not fit."""
+        refill(static, plan)
+
+    def paged_attention(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        lse: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """See `ops.paged_attention`, and paged_decode for the keywords. Raises ValueError when e4m3 lacks scales."""
+        if kv_scales is None and form_of(kv_cache) == "e4m3":
+            raise ValueError("kv_cache holds float8_e4m3fn codes; give kv_scales [blocks, layers, 2, kv_heads]")
+        native = plan.native
+        if native is None:
+            native = plan.native = self.prepare(plan, q.device)
+        if len(out) > plan.num_tokens:
+            out[plan.num_tokens :].zero_()
+            if lse is not None:
+                lse[plan.num_tokens :] = float("-inf")
+        for kernel, work in ((paged_decode, native.decode), (paged_prefill, native.prefill)):
+            if work is not None:
+                kernel(
+                    out,
+                    q,
+                    kv_cache,
+                    layer,
+                    native.block_tables,
+                    work,
+                    scale,
+                    window=window,
+                    softcap=softcap,
+                    lse=lse,
+                    kv_scales=kv_scales,
+                )
