@@ -74,7 +74,7 @@ class Replica:
         self._metrics = MetricsRegistry(self._name, _TwoBackends(prometheus))
         options = FrontendOptions(config.request_timeout_s, config.engine.enable_prefix_caching)
         self._frontend = Frontend(tokenizer, engine, options, self._metrics.record_request)
-        http = HttpOptions((self._name,), config.max_body_bytes)
+        http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
         return build_http_app(lambda: self._frontend, http, self._metrics, prometheus)
 
     @property
@@ -190,7 +190,7 @@ def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": 1 if engine.device == "cuda" else 0},
+        "ray_actor_options": {"num_cpus": 1},
     }
     options |= deployment_options or {}
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)

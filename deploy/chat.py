@@ -1,7 +1,7 @@
 """A chat in the terminal with a running server, over its HTTP API.
 
 Owns the conversation and what Ctrl-C means: during an answer it stops that answer only (the server stops its work when
-the connection closes), at the prompt it ends the chat, as /exit does.
+the connection closes), at the prompt it drops the line; a second one in a row ends the chat, as /exit and Ctrl-D do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httpx
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_EVENT_CHARS = 1 << 20
-HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit ends."
+HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D ends."
 
 
 class ChatError(RuntimeError):
@@ -123,19 +123,28 @@ def run_chat(
     Raises ChatError when the server cannot be reached at the start; later errors are shown and the chat goes on.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    url = url if "://" in url else f"http://{url}"
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
         chat = Chat(client, model, system, sampling)
         show(f"{chat.model} at {client.base_url}. {HELP}\n")
+        dropped = False
         while True:
             try:
                 text = read("\n> ").strip()
-            except (EOFError, KeyboardInterrupt):
+            except (EOFError, KeyboardInterrupt) as end:
                 show("\n")
-                return
+                if dropped or isinstance(end, EOFError):
+                    return
+                show("Ctrl-C once more ends the chat.")
+                dropped = True
+                continue
+            dropped = False
             if text == "/exit":
                 return
             if text == "/reset":
                 chat.reset()
+            elif text.startswith("/"):
+                show(f"{text.split()[0]} is no command. {HELP}\n")
             elif text:
                 try:
                     chat.ask(text, show)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import readline  # noqa: F401 - gives the prompt of `tournant chat` line editing
 import secrets
 import shlex
 import signal

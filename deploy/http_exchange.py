@@ -42,6 +42,7 @@ class Exchange:
         "_receive",
         "_scope",
         "_send",
+        "_send_request_id",
         "_streaming",
         "completion_tokens",
         "finished",
@@ -54,7 +55,8 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_request_id: bool = True) -> None:
+        self._send_request_id = send_request_id
         self._scope, self._receive, self._send = scope, receive, send
         self._streaming = False
         self.method: str = scope["method"]
@@ -150,8 +152,10 @@ class Exchange:
 
     def log(self) -> None:
         """One line of JSON about this exchange: no prompt, no answer, no query string."""
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
+        level = logging.DEBUG if self.path in ("/health", "/metrics") else logging.INFO  # probes come all the time
+        if logger.isEnabledFor(level):
+            logger.log(
+                level,
                 json.dumps(
                     {
                         "event": "request",
@@ -164,7 +168,7 @@ class Exchange:
                         "completion_tokens": self.completion_tokens,
                         "complete": self.finished,
                     }
-                )
+                ),
             )
 
     async def _emit(self, message: MutableMapping[str, Any]) -> None:
@@ -176,5 +180,6 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         raw = [(name.encode(), value.encode()) for name, value in headers]
-        raw.append((b"x-request-id", self.request_id.encode()))
+        if self._send_request_id:
+            raw.append((b"x-request-id", self.request_id.encode()))
         await self._emit({"type": "http.response.start", "status": status, "headers": raw})

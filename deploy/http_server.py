@@ -60,11 +60,13 @@ class HttpOptions:
 
     served_model_name: names that requests may use, the first one is listed; max_body_bytes: longer bodies get 413;
     max_concurrent_requests: requests that may be open at once, whatever they do, before 429.
+    send_request_id: put x-request-id into responses; Ray Serve does so itself.
     """
 
     served_model_name: tuple[str, ...]
     max_body_bytes: int = 8 << 20
     max_concurrent_requests: int = 16384
+    send_request_id: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -130,7 +132,7 @@ class HttpApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, send_request_id=self._options.send_request_id)
         self._open += 1
         try:
             await self._serve(exchange)

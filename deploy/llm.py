@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tournant.deploy.config import ADVANCED_KEYS, parse_config
@@ -122,7 +123,7 @@ class LLM:
         if len(sampling_params) != len(prompts):
             raise RequestError(f"there are {len(sampling_params)} sampling_params for {len(prompts)} prompts", "n")
         columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=not use_tqdm) as progress:
+        with Progress(*columns, disable=not use_tqdm, console=Console(stderr=True)) as progress:
             bar = progress.add_task("answers", total=len(prompts))
             pairs = list(zip(prompts, sampling_params, strict=True))
             return self._run(_answer_all(self._frontend, pairs, lambda: progress.advance(bar)))

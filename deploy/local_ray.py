@@ -33,6 +33,7 @@ from tournant.deploy.config import ServeFile
 from tournant.deploy.supervisor import become_subreaper, end_descendants
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.model_files import resolve_model
+from tournant.workers.models.families import read_decoder_config
 
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's least is 75 MiB
 DESCRIBE_TIMEOUT_S = 60.0
@@ -106,9 +107,12 @@ class ServeProcess:
         os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
         config = plan.config
         self._report(step="preparing the model")
-        resolve_model(
+        files = resolve_model(
             config.model, config.weights_dtype, config.cache_path, progress=lambda line: self._report(step=line)
         )
+        read_decoder_config(
+            files.folder, config.engine.max_model_len
+        )  # what cannot be served is said before Ray starts
         self._report(step="starting Ray")
         start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own

@@ -244,7 +244,7 @@ class ChatBody(GenerationBody):
             raise invalid(
                 "add_generation_prompt must be false when continue_final_message is true", "add_generation_prompt"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
 
     def _own_sampling(self) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class EngineConfig:
             raise ConfigError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.device == "cuda":
+            raise ConfigError("device is 'cuda'; this version computes on the CPU only: choose cpu or auto")
         limits = {
             "max_model_len": (1, 1 << 24),
             "max_num_seqs": (1, 4096),

@@ -60,7 +60,7 @@ class EngineServer:
         threading.Thread(target=self._read, args=(os.pidfd_open(parent_pid),), daemon=True, name="reader").start()
         try:
             engine, info = build_engine(config, ModelFiles(Path(folder), name, weights_id), self._writer_id)
-        except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError) as error:
+        except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError, RuntimeError) as error:
             self._send(["failed", type(error).__name__, str(error)])
             raise SystemExit(1) from error
         self._send(info_to_wire(info))

@@ -35,11 +35,17 @@ def available_memory_bytes() -> int:
 def pool_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Blocks of the CPU pool: `kv_cache_bytes`, or the lesser of 1 GiB and a quarter of free memory.
 
-    Raises ConfigError when not even one block fits.
+    Raises ConfigError when not even one block fits, or when the pool exceeds the free memory.
     """
     num_bytes = config.kv_cache_bytes
+    available = available_memory_bytes()
     if num_bytes is None:
-        num_bytes = min(DEFAULT_POOL_BYTES, available_memory_bytes() // 4)
+        num_bytes = min(DEFAULT_POOL_BYTES, available // 4)
+    if num_bytes > available:
+        raise ConfigError(
+            f"kv_cache_bytes is {num_bytes}, but only {available} bytes of memory are free; choose at most "
+            f"{available // 2}, or leave it out"
+        )
     blocks = layout.num_blocks_for(num_bytes)
     if blocks < 1:
         raise ConfigError(

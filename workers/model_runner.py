@@ -44,8 +44,6 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        if config.device == "cuda":
-            raise ConfigError("device is 'cuda'; this version runs on the CPU only: choose --device cpu or auto")
         # said outright, because Ray gives its workers OMP_NUM_THREADS=1 and the engine inherits it
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config

@@ -50,7 +50,7 @@ def test_more_prompts_than_the_queue_holds_come_back_in_order(llm: LLM, capsys: 
     )
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + place % 3 for place in range(40)]
-    assert "40/40" in capsys.readouterr().out
+    assert "40/40" in capsys.readouterr().err
 
 
 def test_n_answers_and_one_prompt_as_text(llm: LLM) -> None:

@@ -131,7 +131,7 @@ def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> N
     [
         (EngineConfig(max_model_len=4096), ConfigError, "max_model_len is 4096; this model has 2048"),
         (EngineConfig(kv_cache_bytes=2000), ConfigError, "holds no block"),
-        (EngineConfig(device="cuda"), ConfigError, "CPU"),
+        (EngineConfig(kv_cache_bytes=1 << 44), ConfigError, "of memory are free"),
     ],
 )
 def test_a_config_that_does_not_fit_is_reported(
