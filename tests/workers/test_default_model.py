@@ -37,7 +37,7 @@ def prompts(files: ModelFiles) -> list[list[int]]:
 
 def test_greedy_tokens_equal_transformers(files: ModelFiles, prompts: list[list[int]]) -> None:
     """Five prompts together: cold, then from the prefix cache."""
-    config = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 26, deterministic=True)
+    config = EngineConfig(dtype="float32", kv_cache_bytes=1 << 26, deterministic=True, num_threads=1)
     session = Session(build_engine(config, files, writer_id=1)[0])
     cold = session.ask(prompts, max_tokens=NUM_NEW)
     assert cold == reference_generate(files.folder, prompts, NUM_NEW)
