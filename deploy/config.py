@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -122,10 +123,13 @@ def _bytes(name: str, value: Any) -> Any:
         return value
     found = _BYTES.fullmatch(value.strip())
     if found is None:
-        raise ConfigError(f"{name} is {value!r}; write 1073741824, 512MiB or 1.5GiB")
+        raise ConfigError(f"{name} is {reprlib.repr(value)}; write 1073741824, 512MiB or 1.5GiB")
     unit = found[2] or "B"
     base = 1024 if "i" in unit else 1000
-    return int(float(found[1]) * base ** "BKMGT".index(unit[0]))
+    number = float(found[1]) * base ** "BKMGT".index(unit[0])
+    if not number < 1 << 62:
+        raise ConfigError(f"{name} is {reprlib.repr(value)}; that is more than any machine has")
+    return int(number)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def _engine_config(value: Any) -> Any:
     found: dict[str, Any] = {}
     for section, data, known in (("engine", value.engine, ENGINE_KEYS), ("advanced", value.advanced, ADVANCED_KEYS)):
         if not isinstance(data, Mapping | None):
-            faults.append(f"{section} is {data!r}; it must be a mapping of names to values")
+            faults.append(f"{section} is {reprlib.repr(data)}; it must be a mapping of names to values")
             continue
         for key, item in (data or {}).items():
             if key not in known:
@@ -265,12 +269,14 @@ def _fault(details: Any) -> str:
         case "literal_error" if key == "ingress" and value == "resilient":
             return "ingress is 'resilient', which is not available yet; use 'direct'"
         case "literal_error":
-            return f"{key} is {value!r}; it must be one of {details['ctx']['expected'].replace(' or ', ', ')}"
+            return (
+                f"{key} is {reprlib.repr(value)}; it must be one of {details['ctx']['expected'].replace(' or ', ', ')}"
+            )
         case _ if not key:
-            return f"the configuration is {value!r}; it must be a mapping of names to values"
+            return f"the configuration is {reprlib.repr(value)}; it must be a mapping of names to values"
         case _:
             message = details["msg"].replace("Input should be", "it must be").replace("String should", "it should")
-            return f"{key} is {value!r}; {message}"
+            return f"{key} is {reprlib.repr(value)}; {message}"
 
 
 class ServeFile(BaseModel):
@@ -326,7 +332,9 @@ def _serve_file(data: Any) -> ServeFile:
     if faults:
         raise ConfigError("\n".join(faults))
     if app.get("import_path") != IMPORT_PATH:
-        faults.append(f"applications[0].import_path is {app.get('import_path')!r}; it must be {IMPORT_PATH}")
+        faults.append(
+            f"applications[0].import_path is {reprlib.repr(app.get('import_path'))}; it must be {IMPORT_PATH}"
+        )
     overrides = app.get("deployments") or []
     if not isinstance(overrides, list) or len(overrides) > 1:
         faults.append(f"applications[0].deployments must be a list of one deployment, {DEPLOYMENT_NAME}")
@@ -335,7 +343,7 @@ def _serve_file(data: Any) -> ServeFile:
         faults += _faults_of_keys("applications[0].deployments[0]", override, DEPLOYMENT_KEYS, DEPLOYMENT_KEYS)
         if isinstance(override, Mapping) and override.get("name") != DEPLOYMENT_NAME:
             name = override.get("name")
-            faults.append(f"applications[0].deployments[0].name is {name!r}; it must be {DEPLOYMENT_NAME}")
+            faults.append(f"applications[0].deployments[0].name is {reprlib.repr(name)}; it must be {DEPLOYMENT_NAME}")
     config = ServiceConfig()
     try:
         config = parse_config(refuse_address(app.get("args") or {}))
@@ -364,7 +372,7 @@ def refuse_address(args: Any) -> Any:
 
 def _faults_of_keys(section: str, data: Any, known: frozenset[str], used: frozenset[str]) -> list[str]:
     if not isinstance(data, Mapping):
-        return [f"{section or 'the file'} is {data!r}; it must be a mapping of names to values"]
+        return [f"{section or 'the file'} is {reprlib.repr(data)}; it must be a mapping of names to values"]
     prefix = f"{section}." if section else ""
     faults = [
         _unknown_key(prefix + str(key), [prefix + name for name in sorted(known)]) for key in data if key not in known

@@ -15,9 +15,23 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.sampling_params import SamplingParams
+
+
+@lru_cache(maxsize=256)
+def _fallback_table(text: str) -> tuple[int, ...]:
+    """Per character: how many of the text's first characters the part up to it ends with. All answers share it."""
+    table = [0] * len(text)
+    length = 0
+    for place in range(1, len(text)):
+        while length and text[place] != text[length]:
+            length = table[length - 1]
+        length += text[place] == text[length]
+        table[place] = length
+    return tuple(table)
 
 
 class StopMatcher:
@@ -28,13 +42,7 @@ class StopMatcher:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0  # characters of `text` that the stream ends with, at most len(text) - 1 between calls
-        self._fallback = [0] * len(text)
-        length = 0
-        for place in range(1, len(text)):
-            while length and text[place] != text[length]:
-                length = self._fallback[length - 1]
-            length += text[place] == text[length]
-            self._fallback[place] = length
+        self._fallback = _fallback_table(text)
 
     def push(self, char: str) -> bool:
         """Take the next character; True when it completes the stop string."""

@@ -27,6 +27,7 @@ from tournant.workers.errors import EngineDeadError, Overloaded
 from tournant.workers.messages import EngineInfo, EngineRequest, RequestOutput
 from tournant.workers.sampling_params import SamplingParams
 
+MAX_PRIORITY = 1 << 30
 PROBE_PRIORITY = -(1 << 31)  # before every request of a client
 RESET_TIMEOUT_S = 10.0
 
@@ -128,6 +129,7 @@ class Frontend:
         """
         engine, info = self.engine, self.engine.info
         self._check_params(params, info)
+        _check_call(cache_salt, priority, timeout_s)
         limits = [self._room(token_ids, params, info) for token_ids in prompts]
         self.check_capacity(len(prompts) * params.n)
         if params.seed is None and not params.greedy:
@@ -141,11 +143,11 @@ class Frontend:
         try:
             for number, (request, _) in enumerate(requests):
                 engine.submit(request, stream.sink(number))
-        except EngineDeadError:
+            limit_s = self.options.request_timeout_s
+            stream.start_timer(limit_s if timeout_s is None else min(timeout_s, limit_s))
+        except BaseException:
             stream.cancel()
             raise
-        limit_s = self.options.request_timeout_s
-        stream.start_timer(limit_s if timeout_s is None else min(timeout_s, limit_s))
         return stream
 
     async def encode_prompt(self, prompt: Prompt) -> list[int]:
@@ -277,3 +279,17 @@ class Frontend:
             return False
         finally:
             engine.abort([request.request_id])
+
+
+def _check_call(cache_salt: str | None, priority: int, timeout_s: float | None) -> None:
+    """Raises RequestError for what HTTP's schema refuses, but a caller from Python can pass."""
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not _is_unicode(cache_salt)):
+        raise RequestError(f"cache_salt is {cache_salt!r}; it must be text without surrogates", "cache_salt")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(f"priority is {priority!r}; it must be a whole number up to {MAX_PRIORITY}", "priority")
+    if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or not timeout_s > 0):
+        raise RequestError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0", "timeout_s")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)

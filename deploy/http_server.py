@@ -130,7 +130,7 @@ class HttpApp:
             await _lifespan(receive, send)
             return
         if scope["type"] != "http":
-            await send({"type": "websocket.close"})
+            await send({"type": "websocket.close", "code": 1000})
             return
         exchange = Exchange(scope, receive, send, send_request_id=self._options.send_request_id)
         self._open += 1

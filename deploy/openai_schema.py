@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tournant.workers.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a chat answer may fill the room
 REFUSED_ROLES = ("tool", "function")
@@ -105,8 +106,8 @@ class GenerationBody(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -181,7 +182,7 @@ class Message(Strict):
     """One message of a chat. Fields that clients echo back from an answer are accepted while they are empty."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -214,7 +215,7 @@ class Message(Strict):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -313,7 +314,7 @@ class TokenizeBody(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(default=None, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -330,7 +331,7 @@ class DetokenizeBody(Strict):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
     skip_special_tokens: bool | None = None
 
     def check(self) -> None:

@@ -132,6 +132,8 @@ def check_port(host: str, port: int) -> None:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
+    except UnicodeError:
+        raise ConfigError(f"host is {host[:80]!r}; it must be a host name or an address") from None
     except OSError as error:
         raise ConfigError(
             f"cannot listen on port {port} of {host}: {error.strerror or error}; choose another with --port or --host"

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tournant.workers.errors import ModelFormatError
 
+MAX_TOKEN_ID = 1 << 22  # bounds the table of token bytes
 INLINE_CHARS = 4096  # longer texts are encoded off the event loop: 4,096 characters take about 1 ms
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -95,7 +96,10 @@ def _token_table(backend: Any) -> list[bytes]:
             replacements.append((step["pattern"]["String"], step["content"]))
     alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else {}
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    largest = max(vocab.values(), default=-1)
+    if min(vocab.values(), default=0) < 0 or largest >= MAX_TOKEN_ID:
+        raise ModelFormatError(f"tokenizer.json has token ids up to {largest}; they must be 0 to {MAX_TOKEN_ID - 1}")
+    table = [b""] * (largest + 1)
     for token, token_id in vocab.items():
         if alphabet and all(char in alphabet for char in token):
             table[token_id] = bytes(alphabet[char] for char in token)
@@ -137,10 +141,13 @@ class Tokenizer:
         Raises ModelFormatError when the folder holds no usable tokenizer.
         """
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelFormatError(f"no tokenizer could be read from {folder}: {error}") from error
-        return cls(loaded)
+            return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+        except ModelFormatError:
+            raise
+        except Exception as error:  # tokenizers and transformers raise whatever a wrong value leads them to
+            reason = " ".join(str(error).split())[:300]
+            message = f"no tokenizer could be read from {folder}: {type(error).__name__}: {reason}"
+            raise ModelFormatError(message) from error
 
     @property
     def vocab_size(self) -> int:

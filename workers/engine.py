@@ -134,6 +134,8 @@ class Engine:
             return f"the prompt has {num_prompt} tokens; at most {limit - wants_token} fit"
         if min(request.token_ids) < 0 or max(request.token_ids) >= self.info.vocab_size:
             return f"the prompt holds a token id outside 0..{self.info.vocab_size - 1}"
+        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+            return f"priority is {request.priority!r}; it must be a whole number"
         if request.request_id in self._sequences:
             return f"request id {request.request_id} is in use"
         return None

@@ -159,8 +159,8 @@ class ProcessEngineClient(asyncio.Protocol):
         """See `EngineClient.submit`."""
         if not self._alive:
             raise EngineDeadError("the engine process has ended; this replica must be restarted")
+        self._send(request_to_wire(request))  # first: what cannot be sent leaves nothing behind
         self._sinks[request.request_id] = (sink, set(range(request.params.n)))
-        self._send(request_to_wire(request))
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `EngineClient.abort`."""

@@ -121,7 +121,7 @@ class EngineServer:
             message = self._inbox.popleft()
             match message[0]:
                 case "submit":
-                    outputs += engine.add_request(request_from_wire(message))
+                    outputs += _add(engine, message)
                 case "abort":
                     for request_id in message[1]:
                         engine.abort(request_id)
@@ -139,6 +139,19 @@ class EngineServer:
 
     def _send(self, message: list[Any]) -> None:
         self._connection.sendall(pack_frame(message))
+
+
+def _add(engine: Engine, message: list[Any]) -> list[RequestOutput]:
+    """Queue a request; one that makes no sense is answered with "error" instead of ending the engine."""
+    try:
+        return engine.add_request(request_from_wire(message))
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError, InvariantViolation) as error:
+        logger.exception("a request was refused")
+        engine.abort(message[1])
+        return [
+            RequestOutput(message[1], index, [], "error", error=f"the request makes no sense: {error}")
+            for index in range(message[3].get("n", 1))
+        ]
 
 
 def _validate(engine: Engine) -> str:

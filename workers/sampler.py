@@ -137,6 +137,8 @@ class Sampler:
 
 def _draw(logits: torch.Tensor, params: SamplingParams, draw: float) -> int:
     """Token of one row of float32 logits [vocab] by inverse CDF in vocabulary order over what the filters keep."""
+    if not bool(logits.max().isfinite()):  # all tokens forbidden, or numbers gone wrong: no distribution to draw from
+        return int(logits.nan_to_num(nan=float("-inf")).argmax())
     probabilities = (logits / params.temperature).softmax(dim=-1)
     if 0 < params.top_k < len(logits):
         probabilities = probabilities.masked_fill(logits < logits.topk(params.top_k).values[-1], 0.0)

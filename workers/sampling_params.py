@@ -9,6 +9,8 @@ from typing import Any
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 
 
@@ -69,6 +71,16 @@ class SamplingParams:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not flow <= number <= fhigh:
                 raise ValueError(f"{name} is {number!r}; it must be a number from {flow:g} to {fhigh:g}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
+            )
+        for token in (*self.stop_token_ids, *(token for token, _ in self.logit_bias[: MAX_LOGIT_BIAS + 1])):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ValueError(f"stop_token_ids and logit_bias name tokens by whole numbers, not by {token!r}")
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; it must be above 0 and at most 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -85,6 +97,8 @@ class SamplingParams:
                 raise ValueError(f"logit_bias of token {token} is {bias!r}; it must be a number from -100 to 100")
         if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
+        if any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise ValueError(f"stop holds a string of more than {MAX_STOP_CHARS} characters; shorten it")
 
     @property
     def greedy(self) -> bool:

@@ -570,3 +570,37 @@ def test_random_requests_leave_nothing_behind(tokenizer: Tokenizer, seed: int) -
 def test_errors_survive_a_trip_between_processes(error: Exception) -> None:
     twin = copy.copy(error)  # made from what the base class was given, as pickle does
     assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
+
+
+@async_test
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"priority": 1 << 70}, "priority is"),
+        ({"priority": None}, "priority is None"),
+        ({"cache_salt": "\ud800"}, "cache_salt is"),
+        ({"timeout_s": "x"}, "timeout_s is 'x'"),
+        ({"timeout_s": -1}, "timeout_s is -1"),
+    ],
+)
+async def test_arguments_from_python_that_make_no_sense_leave_nothing_behind(
+    tokenizer: Tokenizer, fields: dict, words: str
+) -> None:
+    frontend, engine = make(tokenizer, "abc")
+    with pytest.raises(RequestError, match=words):
+        frontend.submit(PROMPT, SamplingParams(), **fields)
+    assert frontend.num_outstanding == 0
+    assert engine.submitted == []
+
+
+@async_test
+async def test_an_engine_that_cannot_take_a_request_leaves_nothing_behind(tokenizer: Tokenizer) -> None:
+    frontend, engine = make(tokenizer, "abc")
+
+    def refuse(*_: object) -> None:
+        raise OverflowError("too large for the wire")
+
+    engine.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(OverflowError):
+        frontend.submit(PROMPT, SamplingParams())
+    assert frontend.num_outstanding == 0

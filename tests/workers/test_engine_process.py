@@ -38,13 +38,14 @@ async def started(folder: Path, config: EngineConfig = CONFIG) -> AsyncIterator[
 class Answer:
     """Collects the outputs of one request; `done` is set when all its answers ended."""
 
-    def __init__(self, client: ProcessEngineClient, prompt: list[int], **params: object) -> None:
+    def __init__(self, client: ProcessEngineClient, prompt: list[int], priority: object = 0, **params: object) -> None:
         fields = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8} | params
         self.params = SamplingParams(**fields)  # type: ignore[arg-type]
         self.request_id = client.new_request_id()
         self.outputs: list[RequestOutput] = []
         self.first, self.done = asyncio.Event(), asyncio.Event()
-        client.submit(EngineRequest(self.request_id, prompt, self.params), self._take)
+        request = EngineRequest(self.request_id, prompt, self.params, priority=priority)  # type: ignore[arg-type]
+        client.submit(request, self._take)
 
     def _take(self, output: RequestOutput) -> None:
         self.outputs.append(output)
@@ -93,6 +94,10 @@ def test_a_life(tiny_model: Path, loop_factory: Callable[[], asyncio.AbstractEve
             assert (client.stats.num_running, client.stats.kv_used) == (0, 0)
             assert await client.reset_prefix_cache(), "an aborted request still held blocks"
             seen = len(long.outputs)
+
+            wrong = Answer(client, [1], n=2, priority="high")
+            await wrong.done.wait()
+            assert {o.finish_reason for o in wrong.outputs} == {"error"}
 
             refused = Answer(client, [1] * 1024)
             await refused.done.wait()

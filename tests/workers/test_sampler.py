@@ -151,3 +151,11 @@ def test_logprobs_are_of_the_raw_logits_and_finite(logits: torch.Tensor) -> None
     (entry,) = token_logprobs(minus, [4], [2])
     assert entry.logprob == LOGPROB_FLOOR
     assert [value for _, value in entry.top] == [0.0, LOGPROB_FLOOR]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
+def test_nothing_left_to_choose_from_is_no_crash(params: dict, logits: torch.Tensor) -> None:
+    """Every token forbidden by min_tokens, or numbers that went wrong."""
+    everything = tuple(range(VOCAB))
+    assert 0 <= choose(logits, eos=everything, min_tokens=9, **params) < VOCAB
+    assert choose(torch.full((VOCAB,), float("nan")), **params) == 0

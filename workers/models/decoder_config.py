@@ -96,7 +96,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelFormatError(f"{path} has {len(text)} bytes; at most {MAX_JSON_BYTES} are read")
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelFormatError(f"{path} does not hold a JSON object")
@@ -112,4 +112,10 @@ def read_eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
         found = from_file if from_file is not None else found
     if found is None:
         return ()
-    return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
+    tokens = found if isinstance(found, list) else [found]
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise ModelFormatError(
+                f"eos_token_id of {folder.name} names token {token!r}; this model's are 0 to {config.vocab_size - 1}"
+            )
+    return tuple(tokens)

@@ -12,11 +12,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tournant.workers.errors import ModelFormatError
+from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.models.decoder_config import DecoderConfig, LayerKind, check_limit, read_eos_token_ids
 from tournant.workers.models.rope import Rope, make_rope, position_limit
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAX_POSITIONS = 1 << 22  # bounds the RoPE table
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 Fields = dict[str, Any]
@@ -94,9 +95,16 @@ def read_decoder_config(folder: Path, max_model_len: int | None = None) -> Decod
     used, ConfigError when max_model_len exceeds the model's limit.
     """
     try:
-        config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFormatError(f"config.json in {folder} cannot be used: {error}") from error
+        return _read_decoder_config(folder, max_model_len)
+    except (ConfigError, ModelFormatError):
+        raise
+    except Exception as error:  # transformers and arithmetic raise whatever a wrong value leads them to
+        reason = " ".join(str(error).split())[:300]
+        raise ModelFormatError(f"config.json in {folder} cannot be used: {type(error).__name__}: {reason}") from error
+
+
+def _read_decoder_config(folder: Path, max_model_len: int | None) -> DecoderConfig:
+    config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ModelFormatError(f"config.json has model_type {config.model_type!r}; known are {', '.join(FAMILIES)}")
@@ -107,6 +115,10 @@ def read_decoder_config(folder: Path, max_model_len: int | None = None) -> Decod
         )
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     positions = position_limit(config)
+    if not 0 < positions <= MAX_POSITIONS:
+        raise ModelFormatError(f"config.json gives the model {positions} positions; they must be 1 to {MAX_POSITIONS}")
+    if not 0 <= config.rms_norm_eps < 1:  # also NaN
+        raise ModelFormatError(f"config.json has rms_norm_eps {config.rms_norm_eps!r}; it must be from 0 to below 1")
     limit = check_limit(max_model_len, positions)
     fields: Fields = {
         "num_layers": config.num_hidden_layers,
@@ -144,6 +156,8 @@ def _activation(config: Any) -> str:
 
 def _windows(config: Any, types: list[str]) -> tuple[LayerKind, ...]:
     window = config.sliding_window or 0
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ModelFormatError(f"config.json has sliding_window {window!r}; it must be a whole number above 0, or null")
     for name in types:
         if name not in (SLIDING, FULL):
             raise ModelFormatError(f"config.json has layer type {name!r}; known are {SLIDING}, {FULL}")

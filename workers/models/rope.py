@@ -76,6 +76,9 @@ def make_rope(config: Any, head_size: int, max_model_len: int, layer_type: str |
     kind = parameters.get("rope_type", "default")
     if kind not in KNOWN_TYPES:
         raise ModelFormatError(f"config.json has rope_type {kind!r}; known are {', '.join(KNOWN_TYPES)}")
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
+        raise ModelFormatError(f"config.json has rope_theta {theta!r}; it must be a number above 0")
     if kind == "default":
         size = int(head_size * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
