@@ -30,7 +30,6 @@ __all__ = [
     "backend",
     "copy_blocks",
     "gelu_mul",
-    "linear",
     "paged_attention",
     "plan_attention",
     "rms_norm",
@@ -40,7 +39,6 @@ __all__ = [
     "store_kv",
 ]
 
-MAX_LINEAR_ROWS = 4  # of kernels/cpu/kernels.c
 MAX_HEADS_PER_KV_HEAD = 96  # TILE_ROWS of kernels/cpu/attention.h
 
 
@@ -112,23 +110,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         raise _refuse("residual", residual, f"dense {dtype} {tuple(shape)}")
     result: torch.Tensor = _kernels(x).rms_norm(x, weight, eps, residual)
     return result
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x[N, I] times the transpose of weight[O, I], plus bias[O]; returns a new [N, O].
-
-    Up to MAX_LINEAR_ROWS rows of 16-bit numbers on the CPU go through our own kernel, which reads the weights once at
-    memory speed; everything else is torch's. The two differ in bits, so deterministic mode never asks for so few rows.
-    """
-    kernels = _kernels(x)
-    few = len(x) <= MAX_LINEAR_ROWS and x.dtype != torch.float32 and isinstance(kernels, NativeKernels)
-    if not few or x.stride(1) != 1 or not weight.is_contiguous():
-        return torch.nn.functional.linear(x, weight, bias)
-    if weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
-        raise _refuse("weight", weight, f"dense {x.dtype} [O, {x.shape[1]}]")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise _refuse("bias", bias, f"dense {x.dtype} [{len(weight)}]")
-    return kernels.linear(x, weight, bias)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tournant.workers.messages import TokenLogprobs
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.models.decoder import REVISION, Decoder
 from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.linear import can_pack
 from tournant.workers.sampler import Sampler, token_logprobs
 from tournant.workers.weights import load_checkpoint
 
@@ -50,7 +51,8 @@ class ModelRunner:
         self.decoder_config = read_decoder_config(files.folder, config.max_model_len)
         dtype = TORCH_DTYPES[config.dtype]
         checkpoint = load_checkpoint(files.folder)
-        self.decoder = Decoder(self.decoder_config, checkpoint, dtype)
+        packed = not config.deterministic and can_pack(dtype)
+        self.decoder = Decoder(self.decoder_config, checkpoint, dtype, packed=packed)
         if unused := checkpoint.unused():
             raise ModelFormatError(
                 f"{files.folder} holds {len(unused)} tensors that a model of {self.decoder_config.num_layers} layers "

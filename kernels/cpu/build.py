@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 SOURCE_FOLDER = Path(__file__).parent
-SOURCES = ("kernels.c", "common.h", "attention.h", "tiles.inc", "rows.inc", "linear.inc", "attention.inc")
+SOURCES = ("kernels.c", "common.h", "attention.h", "tiles.inc", "rows.inc", "attention.inc")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi")
 COMPILERS = ("gcc", "cc")
 COMPILE_TIMEOUT_S = 300

@@ -21,19 +21,6 @@ struct store { /* arguments of store_kv; every field 8 bytes; strides in element
     int64_t num_threads;
 };
 
-#define MAX_LINEAR_ROWS 4
-#define LINEAR_OUTS 8    /* outputs computed at once, at most */
-#ifndef LINEAR_AHEAD
-#define LINEAR_AHEAD 16 /* rows of weights between a prefetch and its use */
-#endif
-#define LINEAR_CHUNK 64  /* outputs handed to a thread at once */
-
-struct linear { /* arguments of linear; every field 8 bytes; strides in elements */
-    const void *x, *w, *bias; /* [rows, ins], [outs, ins], [outs] or NULL */
-    void *y;                  /* [rows, outs] */
-    int64_t rows, outs, ins, x_stride, num_threads;
-};
-
 /* First row with a slot or position out of range, or -1. Padding rows (slot -1) are not looked at further. */
 int64_t first_bad_row(const struct store *s) {
     for (int64_t r = 0; r < s->num_rows; r++) {
@@ -62,13 +49,11 @@ int64_t first_bad_row(const struct store *s) {
 #define PAIR 0
 INLINE vf load_part_fp32(const fp32 *p, int count);
 #include "rows.inc"
-#include "linear.inc"
 #include "attention.inc"
 #undef T
 
 #define T fp16
 #include "rows.inc"
-#include "linear.inc"
 #include "attention.inc"
 #undef T
 #undef PAIR
@@ -80,7 +65,6 @@ INLINE vf load_part_fp32(const fp32 *p, int count);
 #define PAIR 0
 #endif
 #include "rows.inc"
-#include "linear.inc"
 #include "attention.inc"
 
 void cut_into_units(struct plan *p, struct unit *units, struct split *splits, int num_threads) {

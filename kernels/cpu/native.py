@@ -22,7 +22,6 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 _PLAN = struct.Struct("6P9q")  # struct plan
 _LAYER = struct.Struct("4P5qffq")  # struct layer
-_LINEAR = struct.Struct("4P5q")  # struct linear
 _STORE = struct.Struct("8P14q")  # struct store
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
 _UNIT_BYTES = _SPLIT_BYTES = 32
@@ -56,7 +55,6 @@ class NativeKernels:
         self._rms_norm = functions("rms_norm", _P, _P, _P, _P, _P, _Q, _Q, _Q, _D, _I)
         self._silu_mul = functions("silu_mul", _P, _P, _Q, _Q, _Q, _I)
         self._gelu_mul = functions("gelu_mul", _P, _P, _Q, _Q, _Q, _I)
-        self._linear = functions("linear", ctypes.c_char_p)
         self._store_kv = functions("store_kv", ctypes.c_char_p)
         self._paged_attention = functions("paged_attention", _P, ctypes.c_char_p)
         self._first_bad_row = function("first_bad_row", _Q, ctypes.c_char_p)
@@ -80,23 +78,6 @@ class NativeKernels:
             eps,
             torch.get_num_threads(),
         )
-        return out
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows, outs = len(x), len(weight)
-        out = torch.empty((rows, outs), dtype=x.dtype)
-        packed = _LINEAR.pack(
-            x.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            outs,
-            weight.shape[1],
-            x.stride(0),
-            torch.get_num_threads(),
-        )
-        self._linear[x.dtype](packed)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

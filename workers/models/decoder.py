@@ -15,29 +15,26 @@ from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
 from tournant.workers.forward_input import ForwardInput
 from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.linear import Linear
 from tournant.workers.weights import Checkpoint
 
-REVISION = "decoder-2"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
+REVISION = "decoder-3"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """qkv [(heads + 2 kv_heads) * head_size, hidden], o [hidden, heads * head_size], gate_up [2 * inter, hidden],
-    down [hidden, inter]; biases along the first axis; norms [hidden], q_norm and k_norm [head_size].
+    """qkv: hidden to (heads + 2 kv_heads) * head_size, o: heads * head_size to hidden, gate_up: hidden to 2 * inter,
+    down: inter to hidden; norms [hidden], q_norm and k_norm [head_size].
 
     attention_out_norm and mlp_out_norm normalise what is added to the residual (Gemma), None elsewhere.
     """
 
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     attention_out_norm: torch.Tensor | None = None
@@ -45,21 +42,23 @@ class LayerWeights:
 
 
 class Decoder:
-    """A model on one device in one dtype. `forward` then `logits`; both are pure but for the KV they store."""
+    """A model on one device in one dtype. `forward` then `logits`; both are pure but for the KV they store.
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    packed: weights in the layout that is multiplied fastest; a row's bits then depend on how many there are.
+    """
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool) -> None:
         self.config = config
         self.dtype = dtype
         self._ropes = [rope.table(config.max_model_len) for rope in config.ropes]
         self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[config.activation]
         vocab_shape = (config.vocab_size, config.hidden_size)
         self._embedding = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype)
-        loader = _LayerLoader(config, checkpoint, dtype)
+        loader = _LayerLoader(config, checkpoint, dtype, packed)
         self._layers = [loader.load(index) for index in range(config.num_layers)]
         self._norm = loader.norm("model.norm.weight", config.hidden_size)
-        self._head = (
-            self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
-        )
+        head = self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
+        self._head = Linear(head, None, packed=packed)
 
     def layout(self, block_tokens: int, *, long: bool = False) -> KVLayout:
         """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences."""
@@ -92,8 +91,8 @@ class Decoder:
         if weights.attention_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.attention_out_norm, eps)
         hidden = ops.rms_norm(hidden, weights.mlp_norm, eps, residual)
-        gated = self._activation(ops.linear(hidden, weights.gate_up, weights.gate_up_bias))
-        hidden = ops.linear(gated, weights.down, weights.down_bias)
+        gated = self._activation(weights.gate_up(hidden))
+        hidden = weights.down(gated)
         if weights.mlp_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.mlp_out_norm, eps)
         next_norm = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
@@ -104,7 +103,7 @@ class Decoder:
     ) -> torch.Tensor:
         config, weights, kind = self.config, self._layers[index], self.config.layers[index]
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = ops.linear(hidden, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        qkv = weights.qkv(hidden).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q = ops.rms_norm(q.reshape(-1, size), weights.q_norm, config.rms_eps).view(-1, heads, size)
@@ -125,11 +124,11 @@ class Decoder:
             window=kind.window,
             softcap=config.attention_softcap,
         )
-        return ops.linear(attended.view(-1, heads * size), weights.o, weights.o_bias)
+        return weights.o(attended.view(-1, heads * size))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab] of hidden states [rows, hidden]."""
-        logits = ops.linear(hidden, self._head).float()
+        logits = self._head(hidden).float()
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
@@ -139,7 +138,8 @@ class Decoder:
 class _LayerLoader:
     """Reads layers by their HF names, joining what the decoder multiplies at once."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, packed: bool) -> None:
+        self._packed = packed
         self._config = config
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -149,17 +149,15 @@ class _LayerLoader:
         hidden, inter, size = config.hidden_size, config.intermediate_size, config.head_size
         rows = [config.num_heads * size, config.num_kv_heads * size, config.num_kv_heads * size]
         if config.fused_projections:
-            qkv, qkv_bias = self._joined(prefix + "self_attn.", ["qkv_proj"], [sum(rows)], hidden, config.qkv_bias)
-            gate_up, gate_up_bias = self._joined(
-                prefix + "mlp.", ["gate_up_proj"], [2 * inter], hidden, config.mlp_bias
-            )
+            qkv = self._joined(prefix + "self_attn.", ["qkv_proj"], [sum(rows)], hidden, config.qkv_bias)
+            gate_up = self._joined(prefix + "mlp.", ["gate_up_proj"], [2 * inter], hidden, config.mlp_bias)
         else:
             names = ["q_proj", "k_proj", "v_proj"]
-            qkv, qkv_bias = self._joined(prefix + "self_attn.", names, rows, hidden, config.qkv_bias)
+            qkv = self._joined(prefix + "self_attn.", names, rows, hidden, config.qkv_bias)
             names = ["gate_proj", "up_proj"]
-            gate_up, gate_up_bias = self._joined(prefix + "mlp.", names, [inter, inter], hidden, config.mlp_bias)
-        o, o_bias = self._joined(prefix + "self_attn.", ["o_proj"], [hidden], rows[0], config.o_bias)
-        down, down_bias = self._joined(prefix + "mlp.", ["down_proj"], [hidden], inter, config.mlp_bias)
+            gate_up = self._joined(prefix + "mlp.", names, [inter, inter], hidden, config.mlp_bias)
+        o = self._joined(prefix + "self_attn.", ["o_proj"], [hidden], rows[0], config.o_bias)
+        down = self._joined(prefix + "mlp.", ["down_proj"], [hidden], inter, config.mlp_bias)
         sandwich = config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return LayerWeights(
@@ -167,10 +165,6 @@ class _LayerLoader:
             o=o,
             gate_up=gate_up,
             down=down,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
             input_norm=self.norm(prefix + "input_layernorm.weight", hidden),
             mlp_norm=self.norm(prefix + mlp_norm + ".weight", hidden),
             q_norm=self.norm(prefix + "self_attn.q_norm.weight", size) if config.qk_norm else None,
@@ -185,14 +179,11 @@ class _LayerLoader:
             return self._checkpoint.take(name, (size,), torch.float32) + 1.0
         return self._checkpoint.take(name, (size,), self._dtype)
 
-    def _joined(
-        self, prefix: str, names: list[str], rows: list[int], columns: int, biased: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _joined(self, prefix: str, names: list[str], rows: list[int], columns: int, biased: bool) -> Linear:
         take, dtype = self._checkpoint.take, self._dtype
         parts = [take(f"{prefix}{name}.weight", (n, columns), dtype) for name, n in zip(names, rows, strict=True)]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not biased:
-            return weight, None
-        return weight, torch.cat(
-            [take(f"{prefix}{name}.bias", (n,), dtype) for name, n in zip(names, rows, strict=True)]
-        )
+        bias = None
+        if biased:
+            bias = torch.cat([take(f"{prefix}{name}.bias", (n,), dtype) for name, n in zip(names, rows, strict=True)])
+        return Linear(weight, bias, packed=self._packed)
