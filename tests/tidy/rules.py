@@ -221,7 +221,7 @@ def foreign_names(module: Module) -> set[str]:
 
 
 MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(?:home/(?!ray\b)|Users/|root/|work/)\w")
-REGISTRY_HOSTS = re.compile(r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org)\b")
+INDEX_OPTIONS = re.compile(r"(?:--(?:extra-)?index(?:-url)?|--find-links|--registry)[ =]+\S*://")  # any package host
 
 
 def foreign_places(path: str, text: str) -> list[str]:
@@ -229,6 +229,6 @@ def foreign_places(path: str, text: str) -> list[str]:
     return [
         f"{path}:{number}: {found[0]!r} is a place outside the project"
         for number, line in enumerate(text.splitlines(), 1)
-        for pattern in (MACHINE_PATHS, REGISTRY_HOSTS)
+        for pattern in (MACHINE_PATHS, INDEX_OPTIONS)
         if (found := pattern.search(line))
     ]

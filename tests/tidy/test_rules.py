@@ -145,5 +145,7 @@ def test_dead_rule_can_fail() -> None:
 
 
 def test_places_rule_can_fail() -> None:
-    text = "cd /home/someone/x\n--index https://pypi.org/simple\nsee ~/work/x, deploy/work/x and /home/ray/x\n"
+    text = (
+        "cd /home/someone/x\n--index-url https://packages.example/simple\nsee ~/work/x, deploy/work/x and /home/ray/x\n"
+    )
     assert [line.split(": ")[0] for line in rules.foreign_places("a.md", text)] == ["a.md:1", "a.md:2"]
