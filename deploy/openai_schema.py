@@ -16,11 +16,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tournant.workers.sampling_params import MAX_LOGPROBS, SamplingParams
+from tournant.workers.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
-MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a chat answer may fill the room
 REFUSED_ROLES = ("tool", "function")
 ERROR_TYPES = {

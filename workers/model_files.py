@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import re
 import struct
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import huggingface_hub
 
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_files import convert_gguf
+from tournant.workers.json_files import read_json_object
 from tournant.workers.local_cache import default_cache_dir, file_digests
 
 SUPPORTED = {
@@ -190,23 +190,7 @@ def check_folder(folder: Path) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder. Raises ModelFormatError when it is missing, too large or not a JSON object."""
-    return _read_json(folder / CONFIG_NAME, MAX_CONFIG_BYTES)
-
-
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    if not path.is_file():
-        raise ModelFormatError(f"{path.parent} has no {path.name}, so it is not a model folder")
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ModelFormatError(f"{path} has more than {limit} bytes")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    return value
+    return read_json_object(folder / CONFIG_NAME, MAX_CONFIG_BYTES)
 
 
 def check_supported(config: dict[str, Any]) -> None:
@@ -294,7 +278,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX_NAME
     if not path.exists():
         return None
-    index = _read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    index = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ModelFormatError(f"{path}: weight_map must be an object of file names by tensor name")
     for tensor, name in index.items():

@@ -7,12 +7,12 @@ families.py; which ones are known at all is model_files.py's business.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.json_files import read_json_object
 from tournant.workers.models.rope import Rope
 
 MAX_JSON_BYTES = 1 << 20
@@ -89,26 +89,12 @@ def check_limit(max_model_len: int | None, positions: int) -> int:
     return max_model_len
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file. Raises ModelFormatError when it is not one or larger than 1 MiB."""
-    text = path.read_bytes()
-    if len(text) > MAX_JSON_BYTES:
-        raise ModelFormatError(f"{path} has {len(text)} bytes; at most {MAX_JSON_BYTES} are read")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelFormatError(f"{path} does not hold a JSON object")
-    return data
-
-
 def read_eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
     """End-of-text tokens: generation_config.json's where it names some, else config.json's."""
     found: Any = config.eos_token_id
     generation = folder / "generation_config.json"
     if generation.exists():
-        from_file = read_json_object(generation).get("eos_token_id")
+        from_file = read_json_object(generation, MAX_JSON_BYTES).get("eos_token_id")
         found = from_file if from_file is not None else found
     if found is None:
         return ()
