@@ -90,6 +90,16 @@ def key_chain(namespace_digest: bytes, token_ids: Sequence[int], block_tokens: i
     return keys
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """What one shard holds of a block: layers [layer_start, layer_stop), KV heads [head_start, head_stop)."""
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """(writer id, counter): names one write of one block by one group of ranks. Compared for equality only."""
