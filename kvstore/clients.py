@@ -1,0 +1,113 @@
+"""Who is attached to a store, with which credit, and who may be.
+
+Owns the lists of clients and of groups of ranks (writers). node_store.py lends, takes reports and reacts to exits.
+
+Invariants:
+ 1. One open client stores a part of a writer's blocks; all clients of a writer name the same local parts.
+ 2. Credits of all clients and hard pins together stay within `max_lent_share` of the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tournant.kvstore.block import KEY_BYTES
+from tournant.kvstore.config import PAGE_BYTES, StoreConfig
+from tournant.kvstore.events import Attach, Reported
+from tournant.kvstore.groups import Group
+from tournant.kvstore.residency import Residency
+from tournant.kvstore.slots import Slot
+
+MAX_PARTS = 4096
+
+
+@dataclass(slots=True)
+class Client:
+    """weights, part: numbers, part -1 for a reader; pages: of its slots; lent: page -> slot; seq, reply: its last
+    report and the answer to it; hard: request number -> groups pinned for reading in place; open: it is served.
+    """
+
+    attach: Attach
+    weights: int
+    part: int
+    pages: int
+    lent: dict[int, Slot] = field(default_factory=dict)
+    seq: int = 0
+    reply: Reported | None = None
+    hard: dict[int, list[Group]] = field(default_factory=dict)
+    newest_hard: int = 0
+    open: bool = True
+
+
+@dataclass(slots=True)
+class Writer:
+    """A group of ranks. incomplete: gid -> group that lacks parts, oldest first; reports: highest of its ranks."""
+
+    local_parts: tuple[int, ...]
+    clients: int = 0
+    reports: int = 0
+    incomplete: dict[int, Group] = field(default_factory=dict)
+
+
+class ClientTable:
+    """All clients by their numbers and all writers by their ids."""
+
+    def __init__(self, config: StoreConfig, residency: Residency, tenant_check: bytes) -> None:
+        self._config = config
+        self._residency = residency
+        self._tenant_check = tenant_check
+        self.by_number: dict[int, Client] = {}
+        self.writers: dict[int, Writer] = {}
+
+    def serving(self, number: int) -> Client | None:
+        """The client, or None when it is not attached or its service has ended."""
+        client = self.by_number.get(number)
+        return client if client is not None and client.open else None
+
+    def credit_pages(self) -> int:
+        """Pages that are or may be lent."""
+        return sum(client.attach.credit * client.pages for client in self.by_number.values())
+
+    def problem(self, event: Attach, hard_pages: int) -> str | None:
+        """Why this client cannot be served, or None."""
+        config, pool = self._config, self._residency.pool
+        if event.client in self.by_number:
+            return "this connection has attached already"
+        if len(self.by_number) >= config.max_clients:
+            return f"{len(self.by_number)} clients are attached; at most {config.max_clients} may be"
+        if event.tenant_check != self._tenant_check:
+            return "the tenant secret is another one than this store's; configure the same secret for all replicas"
+        if len(event.weights_id) != KEY_BYTES or not 0 < len(event.kv_form.encode()) <= KEY_BYTES:
+            return f"weights_id must have {KEY_BYTES} bytes and kv_form a name of up to {KEY_BYTES} bytes"
+        if event.part is None:
+            return None if not event.credit else "a reader without a part asks for credit; it must be 0"
+        pages = -(-event.slot_bytes // PAGE_BYTES)
+        if event.slot_bytes < 1 or not pool.slots_for(pages):
+            return (
+                f"slot_bytes is {event.slot_bytes}; a slot must fit into one chunk of the pool, which has "
+                f"{min(config.chunk_bytes, config.host_bytes)} bytes"
+            )
+        if len(self._residency.index.parts) + len(event.local_parts) > MAX_PARTS:
+            return f"this store knows {len(self._residency.index.parts)} parts; at most {MAX_PARTS} may be"
+        if event.part not in event.local_parts or len(set(event.local_parts)) != len(event.local_parts):
+            return "local_parts must list this client's part and every other one once"
+        limit = int(pool.num_pages * config.max_lent_share)
+        asked = self.credit_pages() + hard_pages + event.credit * pages
+        if event.credit < 0 or asked > limit:
+            return (
+                f"credit of {event.credit} slots of {pages} pages: {asked} pages would be lent or pinned, "
+                f"at most {limit} may be; ask for less or give the store more host_bytes"
+            )
+        return self._writer_problem(event)
+
+    def _writer_problem(self, event: Attach) -> str | None:
+        writer = self.writers.get(event.writer_id)
+        if writer is None:
+            return None
+        parts = self._residency.index.parts
+        if event.local_parts != tuple(parts[number] for number in writer.local_parts):
+            return f"writer {event.writer_id} has attached with other local_parts; a new group needs a new writer id"
+        for other in self.by_number.values():
+            if other.open and other.attach.writer_id == event.writer_id and other.attach.part == event.part:
+                return f"another client of writer {event.writer_id} stores this part"
+        return None

@@ -1,0 +1,92 @@
+"""Configuration of one node store: validated once, frozen, never overwritten after construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tournant.kvstore.errors import StoreConfigError
+
+PAGE_BYTES = 4096  # slots, records and segments are whole pages, so that direct I/O can address them
+CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """What an operator chooses about a node store.
+
+    host_bytes: size of the pool in RAM; nvme_bytes: most bytes in the folder, 0 = no NVMe tier; segment_bytes: size of
+    one file there; eviction, admission: names from `policies`; copy_start, copy_parallel, copy_stop: watermarks of
+    STORE.md section 4 as shares of the pool; num_copiers: writes to disk at once above `copy_parallel`.
+
+    Shares of the pool: max_lent_share for lent and hard-pinned slots together, max_pinned_share for soft pins.
+    Times in microseconds: pin_us a soft pin lives, fetch_us a fetch may take, io_us until an I/O counts as hung,
+    disk_retry_us until a full or failed disk is tried again. incomplete_reports: reports of its writer after which a
+    block that still lacks parts is dropped.
+    """
+
+    host_bytes: int
+    chunk_bytes: int = CHUNK_BYTES
+    nvme_bytes: int = 0
+    segment_bytes: int = 64 << 20
+    eviction: str = "lru"
+    admission: str = "all"
+    copy_start: float = 0.70
+    copy_parallel: float = 0.90
+    copy_stop: float = 0.50
+    num_copiers: int = 4
+    max_lent_share: float = 0.25
+    max_pinned_share: float = 0.50
+    pin_us: int = 30_000_000
+    fetch_us: int = 2_000_000
+    io_us: int = 10_000_000
+    disk_retry_us: int = 30_000_000
+    incomplete_reports: int = 64
+    records_per_write: int = 16
+    records_per_read: int = 8
+    checkpoint_segments: int = 16
+    max_clients: int = 256
+    max_reads: int = 64
+    max_keys: int = 16_384
+    max_entries: int = 8_192
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < PAGE_BYTES or self.host_bytes % PAGE_BYTES:
+            raise StoreConfigError(
+                f"host_bytes is {self.host_bytes}; it must be a multiple of {PAGE_BYTES}, at least one page"
+            )
+        if self.chunk_bytes < PAGE_BYTES or self.chunk_bytes % PAGE_BYTES:
+            raise StoreConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of {PAGE_BYTES}")
+        if self.nvme_bytes and self.nvme_bytes < 2 * self.segment_bytes:
+            raise StoreConfigError(
+                f"nvme_bytes is {self.nvme_bytes}; it must be 0 or at least two segments of {self.segment_bytes} bytes"
+            )
+        if self.segment_bytes < PAGE_BYTES or self.segment_bytes % PAGE_BYTES:
+            raise StoreConfigError(f"segment_bytes is {self.segment_bytes}; it must be a multiple of {PAGE_BYTES}")
+        if not 0 < self.copy_stop <= self.copy_start <= self.copy_parallel <= 1:
+            raise StoreConfigError(
+                f"watermarks are stop {self.copy_stop}, start {self.copy_start}, parallel {self.copy_parallel}; "
+                "they must rise from above 0 to at most 1"
+            )
+        for name in ("max_lent_share", "max_pinned_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+
+_POSITIVE = (
+    "num_copiers",
+    "pin_us",
+    "fetch_us",
+    "io_us",
+    "disk_retry_us",
+    "incomplete_reports",
+    "records_per_write",
+    "records_per_read",
+    "checkpoint_segments",
+    "max_clients",
+    "max_reads",
+    "max_keys",
+    "max_entries",
+)

@@ -1,0 +1,187 @@
+"""Slots of the host pool: which are free, lent, loading, visible, draining or quarantined.
+
+Owns the states and generations of slots and the cutting of the pool into chunks of one slot size each. Does not own
+the bytes, and does not know what a block is: a slot's `user` is whatever its holder wants to find again.
+
+Invariants:
+ 1. A slot is named by its first page in the pool; slots never overlap.
+ 2. The generation of a page only grows. It grows exactly when a slot of that page becomes FREE; whoever remembers an
+    older one learns that the slot is no longer what it was.
+ 3. free + lent + loading + visible + draining + quarantined = all slots of all cut chunks (I6); `validate` recounts.
+ 4. A chunk goes back, to be cut anew, only while all its slots are FREE.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.errors import InvariantViolation
+
+
+class SlotState(IntEnum):
+    """STORE.md section 5."""
+
+    FREE = 0
+    LENT = 1
+    LOADING = 2
+    VISIBLE = 3
+    DRAINING = 4
+    QUARANTINED = 5
+
+
+class Slot:
+    """A place of one part. page: first page in the pool; pages: its size; user: client id while LENT, else the copy."""
+
+    __slots__ = ("chunk", "generation", "page", "pages", "state", "user")
+
+    def __init__(self, page: int, pages: int, generation: int, chunk: Chunk) -> None:
+        self.page = page
+        self.pages = pages
+        self.generation = generation
+        self.state = SlotState.FREE
+        self.user: object = None
+        self.chunk = chunk
+
+
+class Chunk:
+    """A stretch of the pool, cut into slots of one size. index: its place; free: slots of it that are FREE."""
+
+    __slots__ = ("free", "index", "slots")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.slots: list[Slot] = []
+        self.free = 0
+
+
+class SlotPool:
+    """All slots of one pool of `host_bytes`. Pure bookkeeping; `bumped` collects generations that readers must see."""
+
+    def __init__(self, host_bytes: int, chunk_bytes: int) -> None:
+        self._chunk_pages = min(chunk_bytes, host_bytes) // PAGE_BYTES
+        self.num_pages = host_bytes // PAGE_BYTES
+        self._uncut = [Chunk(index) for index in reversed(range(self.num_pages // self._chunk_pages))]
+        self._cut: dict[int, list[Chunk]] = {}  # slot size in pages -> chunks cut to it
+        self._free: dict[int, list[Slot]] = {}  # slot size in pages -> free slots, the last is taken first
+        self._by_page: dict[int, Slot] = {}
+        self._generations: dict[int, int] = {}  # of pages of slots that are no longer cut
+        self._ordered: list[Slot] = []
+        self.pages = [0] * len(SlotState)  # pages per state
+        self.bumped: list[tuple[int, int]] = []
+
+    def slots_for(self, pages: int) -> int:
+        """How many slots of this size the whole pool would hold."""
+        return self._chunk_pages // pages * (self.num_pages // self._chunk_pages)
+
+    def find(self, page: int, generation: int) -> Slot | None:
+        """The slot of this name, or None when it is another generation by now."""
+        slot = self._by_page.get(page)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def take(self, pages: int, state: SlotState, user: object) -> Slot | None:
+        """A FREE slot in its new state, or None when there is none of this size and no chunk to cut."""
+        free = self._free.get(pages)
+        if not free:
+            if pages > self._chunk_pages or not self._cut_chunk(pages):
+                return None
+            free = self._free[pages]
+        slot = free.pop()
+        slot.chunk.free -= 1
+        slot.user = user
+        self.pages[SlotState.FREE] -= pages
+        self.pages[state] += pages
+        slot.state = state
+        return slot
+
+    def move(self, slot: Slot, state: SlotState, user: object) -> None:
+        """A new state other than FREE; the generation stays."""
+        self.pages[slot.state] -= slot.pages
+        self.pages[state] += slot.pages
+        slot.state = state
+        slot.user = user
+
+    def free(self, slot: Slot) -> None:
+        """The slot is FREE under the next generation, which goes to `bumped`."""
+        if slot.state is SlotState.FREE:
+            raise InvariantViolation(f"slot {slot.page} is freed twice")
+        slot.generation += 1
+        self.bumped.append((slot.page, slot.generation))
+        self.pages[slot.state] -= slot.pages
+        self.pages[SlotState.FREE] += slot.pages
+        slot.state = SlotState.FREE
+        slot.user = None
+        slot.chunk.free += 1
+        self._free[slot.pages].append(slot)
+
+    def free_slots(self, pages: int) -> int:
+        """FREE slots of this size, without cutting a chunk."""
+        return len(self._free.get(pages, ()))
+
+    def chunks_of_other_sizes(self, pages: int) -> list[Chunk]:
+        """Chunks that are cut to another size, those with the most free slots first."""
+        chunks = [chunk for size, cut in self._cut.items() if size != pages for chunk in cut]
+        return sorted(chunks, key=lambda chunk: (-chunk.free * chunk.slots[0].pages, chunk.index))
+
+    def _cut_chunk(self, pages: int) -> bool:
+        chunk = self._uncut.pop() if self._uncut else self._returned(pages)
+        if chunk is None:
+            return False
+        first = chunk.index * self._chunk_pages
+        for page in range(first, first + self._chunk_pages // pages * pages, pages):
+            slot = Slot(page, pages, self._generations.pop(page, 1), chunk)
+            chunk.slots.append(slot)
+            self._by_page[page] = slot
+        self._ordered = []
+        chunk.free = len(chunk.slots)
+        self._cut.setdefault(pages, []).append(chunk)
+        self._free.setdefault(pages, []).extend(reversed(chunk.slots))
+        self.pages[SlotState.FREE] += pages * len(chunk.slots)
+        return True
+
+    def _returned(self, pages: int) -> Chunk | None:
+        """A chunk of another size whose slots are all FREE, taken apart."""
+        chunk = next((c for c in self.chunks_of_other_sizes(pages) if c.free == len(c.slots)), None)
+        if chunk is None:
+            return None
+        size = chunk.slots[0].pages
+        self._cut[size].remove(chunk)
+        self._free[size] = [slot for slot in self._free[size] if slot.chunk is not chunk]
+        for slot in chunk.slots:
+            del self._by_page[slot.page]
+            self._generations[slot.page] = slot.generation + 1  # nobody may take a new slot for an old one
+            self.bumped.append((slot.page, slot.generation + 1))
+        self.pages[SlotState.FREE] -= size * len(chunk.slots)
+        chunk.slots = []
+        chunk.free = 0
+        return chunk
+
+    def all_slots(self) -> list[Slot]:
+        """Every cut slot, in order of pages."""
+        if len(self._ordered) != len(self._by_page):
+            self._ordered = [self._by_page[page] for page in sorted(self._by_page)]
+        return self._ordered
+
+    def validate(self) -> None:
+        """Recount from scratch. Raises InvariantViolation."""
+        pages = [0] * len(SlotState)
+        end = 0
+        for slot in self.all_slots():
+            if slot.page < end:
+                raise InvariantViolation(f"I6: slot {slot.page} begins inside the slot before it, which ends at {end}")
+            end = slot.page + slot.pages
+            pages[slot.state] += slot.pages
+        if end > self.num_pages:
+            raise InvariantViolation(f"I6: a slot ends at page {end} of {self.num_pages}")
+        if pages != self.pages:
+            raise InvariantViolation(f"I6: pages per state are {self.pages}; a recount gives {pages}")
+        for size, free in self._free.items():
+            listed = {slot.page for slot in free if slot.state is SlotState.FREE}
+            count = 0
+            for chunk in self._cut.get(size, ()):
+                of_chunk = len([slot for slot in chunk.slots if slot.state is SlotState.FREE])
+                if chunk.free != of_chunk:
+                    raise InvariantViolation(f"I6: chunk {chunk.index} counts {chunk.free} free slots of {of_chunk}")
+                count += of_chunk
+            if len(free) != count or len(listed) != count:
+                raise InvariantViolation(f"I6: the free list of {size} pages is not the set of free slots")

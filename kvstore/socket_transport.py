@@ -1,0 +1,144 @@
+"""The client's end of a store's unix socket: connecting, frames out and in, the descriptors that come with the first
+reply.
+
+Owns one connection and the mapping received over it. Knows nothing of what the messages mean (client.py, admin).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from pathlib import Path
+
+from tournant.kvstore.errors import StoreRefused, StoreUnavailable
+from tournant.kvstore.events import Attach
+from tournant.kvstore.host_tier import HostMemory, PageLock
+from tournant.kvstore.wire import MAX_REPLY_BYTES, Answer, FrameBuffer, Request, WireError, decode_answer, encode
+
+RECEIVE_BYTES = 1 << 18
+MAX_PATH_BYTES = 107  # of an address in the unix domain
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_RETRY_S = 0.005
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that made the other end, as the kernel knows them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+class SocketTransport:
+    """Connects when made. Raises StoreUnavailable when no store of this user listens at the path by the deadline.
+
+    page_lock: see `HostMemory`.
+    """
+
+    def __init__(self, path: Path, deadline: float, page_lock: PageLock | None = None) -> None:
+        self._path = path
+        self._page_lock = page_lock
+        self._frames = FrameBuffer(MAX_REPLY_BYTES)
+        self._arrived: deque[bytes] = deque()
+        self._fds: list[int] = []
+        self._memory: HostMemory | None = None
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.setblocking(False)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._sock, select.POLLIN)
+        self._writable.register(self._sock, select.POLLOUT)
+        try:
+            self._connect(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, deadline: float) -> None:
+        while True:
+            try:
+                self._sock.connect(str(self._path))
+                break
+            except BlockingIOError:  # its queue of new connections is full
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(f"the store at {self._path} does not take connections") from None
+                time.sleep(_RETRY_S)
+            except OSError as error:
+                raise StoreUnavailable(f"no store can be reached at {self._path}: {error}") from None
+        _, uid = peer_credentials(self._sock)
+        if uid != os.geteuid():
+            raise StoreUnavailable(f"the store at {self._path} belongs to user {uid}, not to {os.geteuid()}")
+
+    def send(self, message: Request, deadline: float) -> None:
+        """See `client.Transport`. An `Attach` carries a pidfd of this process."""
+        left = memoryview(encode(message))
+        pidfds = [os.pidfd_open(os.getpid())] if isinstance(message, Attach) else []
+        try:
+            while left:
+                try:
+                    sent = socket.send_fds(self._sock, [left], pidfds) if pidfds else self._sock.send(left)
+                    left = left[sent:]
+                except BlockingIOError:
+                    self._poll(self._writable, deadline, "it does not read")
+                except OSError as error:
+                    raise StoreUnavailable(f"the connection to {self._path} broke: {error}") from None
+                else:
+                    while pidfds:
+                        os.close(pidfds.pop())
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+
+    def receive(self, deadline: float) -> Answer | None:
+        """See `client.Transport`."""
+        while not self._arrived:
+            try:
+                data = self._read()
+            except BlockingIOError:
+                if not self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    return None
+                continue
+            except OSError as error:
+                raise StoreUnavailable(f"the connection to {self._path} broke: {error}") from None
+            if not data:
+                raise StoreUnavailable(f"the store at {self._path} has closed the connection")
+            try:
+                self._arrived.extend(self._frames.feed(data))
+            except WireError as error:
+                raise StoreUnavailable(f"the store at {self._path} sends rubbish: {error}") from None
+        try:
+            return decode_answer(self._arrived.popleft())
+        except WireError as error:
+            raise StoreUnavailable(f"the store at {self._path} sends rubbish: {error}") from None
+
+    def _read(self) -> bytes:
+        if self._memory is not None:
+            return self._sock.recv(RECEIVE_BYTES)
+        data, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        self._fds += fds
+        return data
+
+    def _poll(self, poll: select.poll, deadline: float, why: str) -> None:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise StoreUnavailable(f"the store at {self._path} did not answer by the deadline: {why}")
+
+    def memory(self) -> HostMemory:
+        """See `client.Transport`. Raises StoreRefused when the store passed none, or none that can be mapped."""
+        if self._memory is None:
+            if len(self._fds) != 2:
+                raise StoreRefused(f"the store passed {len(self._fds)} descriptors; its pool and generations are two")
+            fds, self._fds = self._fds, []
+            self._memory = HostMemory.adopt(fds[0], fds[1], self._page_lock)
+        return self._memory
+
+    def close(self) -> None:
+        """See `client.Transport`."""
+        self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None

@@ -1,0 +1,101 @@
+"""The shared pool: what is sealed, what a forked child has of it, when it is there and when it is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.kvstore.store_harness import exit_of, forked
+from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.errors import StoreConfigError, StoreRefused
+from tournant.kvstore.host_tier import HostMemory
+
+PAGES = 1100  # more generations than fit into two pages
+
+
+def adopted(memory: HostMemory) -> HostMemory:
+    return HostMemory.adopt(os.dup(memory.pool_fd), os.dup(memory.generations_fd))
+
+
+def test_what_one_side_writes_the_other_reads() -> None:
+    store = HostMemory.create(PAGES * PAGE_BYTES)
+    client = adopted(store)
+    assert list(client.generations[:PAGES]) == [1] * PAGES
+    store.set_generations([(0, 5), (PAGES - 1, (1 << 64) - 1)])
+    assert (client.generations[0], client.generations[PAGES - 1]) == (5, (1 << 64) - 1)
+    client.slot(3, 5)[:] = b"hello"
+    assert store.slot(3, 5) == b"hello"
+    for page, length in ((PAGES, 1), (PAGES - 1, PAGE_BYTES + 1), (-1, 1), (0, -1)):
+        with pytest.raises(ValueError, match="not in a pool"):
+            client.slot(page, length)
+    client.close()
+    client.close()
+    store.close()
+
+
+def test_neither_size_nor_protection_can_be_changed() -> None:
+    store = HostMemory.create(PAGES * PAGE_BYTES)
+    for fd in (store.pool_fd, store.generations_fd):
+        for size in (0, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        mmap.mmap(store.generations_fd, PAGE_BYTES, flags=mmap.MAP_SHARED)
+    with pytest.raises(PermissionError):
+        os.pwrite(store.generations_fd, b"x", 0)
+    store.close()
+
+
+def test_all_of_it_is_in_memory_at_once() -> None:
+    size = 64 << 20
+    store = HostMemory.create(size)
+    assert os.fstat(store.pool_fd).st_blocks * 512 >= size
+    maps = Path("/proc/self/smaps").read_text(encoding="ascii").split("tournant-pool")[1].splitlines()
+    resident = next(int(line.split()[1]) for line in maps if line.startswith("Rss:"))
+    assert resident << 10 == size
+    store.close()
+
+
+def test_a_forked_child_has_none_of_it() -> None:
+    store = HostMemory.create(PAGES * PAGE_BYTES)
+
+    def body() -> int:
+        return int("tournant-" in Path("/proc/self/maps").read_text(encoding="ascii"))
+
+    assert exit_of(forked(body)) == 0
+    store.close()
+
+
+def test_pages_are_locked_and_unlocked() -> None:
+    calls: list[object] = []
+
+    def lock(address: int, size: int) -> object:
+        calls.append((address % PAGE_BYTES, size))
+        return lambda: calls.append("unlocked")
+
+    store = HostMemory.create(PAGES * PAGE_BYTES, lock)  # type: ignore[arg-type]
+    assert calls == [(0, PAGES * PAGE_BYTES)]
+    store.close()
+    store.close()
+    assert calls[1:] == ["unlocked"]
+
+
+def test_more_than_there_is_is_refused() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreConfigError, match="ask for less"):
+        HostMemory.create(1 << 50)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_could_shrink_is_not_mapped() -> None:
+    fds = [os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in range(2)]
+    for fd in fds:
+        os.ftruncate(fd, PAGE_BYTES)
+    with pytest.raises(StoreRefused, match="sealed: False"):
+        HostMemory.adopt(*fds)
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)

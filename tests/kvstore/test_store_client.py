@@ -1,0 +1,353 @@
+"""What clients see of a store, the same behind a socket and in one process."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.kvstore.store_harness import (
+    HALVES,
+    READER,
+    SLOT,
+    WEIGHTS,
+    WHOLE,
+    Store,
+    entry,
+    keys,
+    payload,
+    read,
+    write,
+    writer,
+)
+from tournant.kvstore.admin import BlockLine, Clear, ListBlocks
+from tournant.kvstore.block import Version
+from tournant.kvstore.client import Lent, StoreClient
+from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
+from tournant.kvstore.events import AdoptEntry
+from tournant.kvstore.groups import Handle
+from tournant.kvstore.nvme_tier import NvmeConfig
+from tournant.kvstore.read_group import choose
+from tournant.kvstore.record import checksum
+from tournant.kvstore.slots import SlotState
+from tournant.kvstore.wire import WireError
+
+
+def opened(client: StoreClient, chain: list[bytes]) -> list[Handle]:
+    """Handles of the first version of each key, of a store with one part."""
+    _, answer = client.open(chain)
+    return [handles[0] for handles in answer.handles()]
+
+
+def test_what_was_written_is_read(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=8))
+    assert rank.credit == 8
+    chain = keys(20)
+    assert write(rank, chain) == 20
+    assert rank.credit == 8, "credit is filled again with each report"
+    versions = read(rank, [*chain, b"?" * 32, *chain])
+    assert versions == [Version(rank.identity.writer_id, counter) for counter in range(1, 21)]
+    assert read(store.attach(READER), chain) == versions
+
+
+def test_blocks_of_two_ranks_are_visible_once_both_have_reported(store: Store) -> None:
+    store.start()
+    ranks = [store.attach(writer(part=part, parts=HALVES, writer_id=77)) for part in HALVES]
+    reader = store.attach(READER)
+    chain = keys(8)
+    write(ranks[0], chain)
+    assert read(reader, chain, HALVES) == []
+    write(ranks[1], chain)
+    assert len(read(reader, chain, HALVES)) == 8
+    assert read(reader, chain) == [], "parts cut otherwise are not taken"
+
+
+def test_replies_to_posted_reports_are_collected_later(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=4))
+    chain = keys(4)
+    for counter, key in enumerate(chain, start=1):
+        one = entry(rank, key, counter)
+        assert one is not None
+        assert rank.post([one]) == counter
+    collected = []
+    while len(collected) < 4:
+        collected += rank.collect()
+    assert [reply.seq for reply in collected] == [1, 2, 3, 4]
+    assert rank.credit == 4
+    assert len(read(rank, chain)) == 4
+
+
+def test_only_slots_that_are_lent_can_be_reported(store: Store) -> None:
+    store.start()
+    rank, other = store.attach(writer()), store.attach(writer())
+    good = entry(rank, keys(1)[0], 1)
+    assert good is not None
+    foreign = entry(other, keys(2)[1], 1)
+    assert foreign is not None
+    stale = replace(good, generation=good.generation + 1)
+    stolen = replace(foreign, version=good.version)
+    assert rank.publish([stale, stolen, good, good]).refused == (0, 1, 3)
+    assert len(read(rank, keys(1))) == 1
+
+
+def test_released_slots_are_lent_again(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=2))
+    slots = [rank.take_slot(), rank.take_slot()]
+    assert rank.take_slot() is None
+    rank.publish([], [slot for slot in slots if slot is not None])
+    assert rank.credit == 2
+    assert store.pages(SlotState.LENT) == 2 * SLOT // PAGE_BYTES
+
+
+def test_a_handle_is_not_current_once_its_slot_is_reused(store: Store) -> None:
+    store.start(host_bytes=16 * SLOT)
+    rank = store.attach(writer(credit=4))
+    chain = keys(8)
+    write(rank, chain)
+    handles = opened(rank, chain[:1])
+    rank.close_read(1)
+    assert rank.current(handles[0])
+    write(rank, keys(32, "others"), first=100)
+    assert not rank.current(handles[0])
+    target = memoryview(bytearray(SLOT))
+    assert rank.copy_out(chain[:1], handles, [target]) == 0
+    assert rank.num_moved == 1
+    assert rank.num_bad == 0
+
+
+def test_bytes_that_are_wrong_are_told_and_dropped(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer())
+    chain = keys(4)
+    write(rank, chain)
+    handles = opened(rank, chain)
+    rank.memory.slot(handles[2].page, SLOT)[17] ^= 1
+    targets = [memoryview(bytearray(SLOT)) for _ in chain]
+    assert rank.copy_out(chain, handles, targets) == 2
+    assert rank.num_bad == 1
+    rank.close_read(1)
+    store.wait_for(lambda found: found.corrupt == 1)
+    assert len(read(rank, chain)) == 2
+
+
+def test_a_good_block_cannot_be_dropped_by_calling_it_bad(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer())
+    chain = keys(1)
+    write(rank, chain)
+    (handle,) = opened(rank, chain)
+    assert rank.intact(chain[0], handle)
+    rank.bad(chain[0], handle)
+    rank.close_read(1)
+    assert len(read(rank, chain)) == 1
+
+
+def test_a_forgotten_version_is_gone(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer())
+    chain = keys(3)
+    write(rank, chain)
+    rank.forget(chain[1], Version(rank.identity.writer_id, 2))
+    assert len(read(rank, chain)) == 1
+
+
+def test_hard_pinned_blocks_stay_until_unpinned(store: Store) -> None:
+    store.start(host_bytes=16 * SLOT)
+    rank = store.attach(writer(credit=2))
+    chain = keys(2)
+    write(rank, chain)
+    refs = [(key, Version(rank.identity.writer_id, counter)) for counter, key in enumerate(chain, start=1)]
+    assert rank.hard_pin([*refs, (b"?" * 32, Version(1, 1))]) is None, "all or none"
+    pinned = rank.hard_pin(refs)
+    assert pinned is not None
+    request, answer = pinned
+    handles = [found[0] for found in answer.handles()]
+    write(rank, keys(50, "others"), first=100)
+    for key, handle in zip(chain, handles, strict=True):
+        assert rank.intact(key, handle)
+    rank.hard_unpin(request)
+    write(rank, keys(50, "more"), first=1000)
+    assert not rank.current(handles[0])
+
+
+def test_a_credit_above_the_share_is_refused(store: Store) -> None:
+    store.start(host_bytes=16 * SLOT)
+    with pytest.raises(StoreRefused, match="at most 8 may be"):
+        store.attach(writer(credit=5))
+    assert store.attach(writer(credit=4)).credit == 4
+
+
+def test_another_tenant_or_form_is_refused(store: Store) -> None:
+    store.start()
+    with pytest.raises(StoreRefused, match="tenant secret"):
+        store.attach(writer(tenant_check=b"other"))
+    store.attach(writer())
+    with pytest.raises(StoreRefused, match="kv_form"):
+        store.attach(replace(writer(), kv_form="fp8"))
+
+
+def test_a_pool_that_the_machine_does_not_have_is_refused(store: Store) -> None:
+    with pytest.raises(StoreConfigError, match="ask for less"):
+        store.start(host_bytes=1 << 50)
+
+
+def test_a_closed_client_says_so(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer())
+    rank.close()
+    rank.close()
+    for call in (lambda: rank.open(keys(1)), lambda: rank.publish([]), lambda: rank.close_read(1)):
+        with pytest.raises(StoreUnavailable, match="it was closed"):
+            call()
+
+
+def test_what_has_no_form_on_the_wire_is_told_before_it_is_sent(served: Store) -> None:
+    served.start()
+    rank = served.attach(writer())
+    one = entry(rank, keys(1)[0], 1)
+    assert one is not None
+    with pytest.raises(WireError):
+        rank.publish([replace(one, length=1 << 40)])
+    assert rank.publish([one]).refused == ()
+
+
+def test_blocks_come_back_from_nvme(store: Store) -> None:
+    store.start(host_bytes=32 * SLOT, nvme=NvmeConfig(), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    rank = store.attach(writer(credit=4))
+    chain = keys(64)
+    for start in range(0, 64, 8):
+        write(rank, chain[start : start + 8], first=start + 1)
+        store.wait_for_disk()
+    number, answer = rank.open(chain)
+    assert len(answer.counts) == 52, "soft pins hold half of the pool at most: 16 blocks, and all that lie on NVMe"
+    on_nvme = [handles[0] for handles in answer.handles() if handles[0].generation == 0]
+    assert len(on_nvme) == 36
+    rank.close_read(number)
+    for start in range(0, 64, 8):
+        assert len(read(rank, chain[start : start + 8])) == 8
+    assert store.status().loaded >= 32
+    checked = store.verify()
+    assert (checked.nvme_good, checked.host_bad, checked.nvme_bad) == (64, 0, 0)
+
+
+def test_a_restart_finds_what_lies_on_nvme(store: Store) -> None:
+    tier = {"nvme": NvmeConfig(), "nvme_bytes": 8 << 20, "segment_bytes": 1 << 20}
+    store.start(**tier)
+    rank = store.attach(writer())
+    chain = keys(40)
+    write(rank, chain)
+    old = rank.incarnation
+    store.stop()
+    with pytest.raises(StoreUnavailable):
+        rank.open(chain)
+    store.start(**tier)
+    assert store.status().adopted == 40
+    reader = store.attach(READER)
+    assert reader.incarnation != old
+    assert [version.counter for version in read(reader, chain)] == list(range(1, 41))
+
+
+def test_admin_queries(store: Store) -> None:
+    store.start(nvme=NvmeConfig(), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    rank = store.attach(writer())
+    chain = keys(5)
+    write(rank, chain)
+    store.wait_for_disk()
+    listed = store.ask(ListBlocks(0))
+    assert not listed.more
+    wanted = [
+        BlockLine(key, rank.identity.writer_id, n, 1, SLOT, 0, host=1, nvme=1, pins=0, heat=0)
+        for n, key in enumerate(chain, start=1)
+    ]
+    assert list(listed.lines) == wanted
+    (handle, *_) = opened(rank, chain)
+    rank.memory.slot(handle.page, SLOT)[0] ^= 1
+    checked = store.verify()
+    assert (checked.host_good, checked.host_bad, checked.nvme_good, checked.nvme_bad) == (4, 1, 5, 0)
+    store.wait_for(lambda found: found.corrupt == 1)
+    assert store.ask(Clear()).blocks == 4
+    found = store.wait_for(lambda found: found.nvme_segments == 0)
+    assert (found.blocks, found.nvme_records, found.nvme_used_bytes) == (0, 0, 0)
+    rank.close_read(1)
+    assert read(rank, chain) == []
+    assert write(rank, keys(5, "after"), first=100) == 5
+    assert not [path for path in store.nvme_folder.iterdir() if path.name.startswith("segment-0000000000000001")]
+
+
+def test_a_copy_is_checked_after_it_was_made(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer())
+    chain = keys(1)
+    write(rank, chain)
+    handles = opened(rank, chain)
+
+    def careless(target: memoryview, source: memoryview) -> None:
+        target[: SLOT - 1] = source[: SLOT - 1]
+
+    assert rank.copy_out(chain, handles, [memoryview(bytearray(SLOT))], careless) == 0
+    assert rank.num_bad == 1
+    target = memoryview(bytearray(2 * SLOT))
+    assert rank.copy_out(chain, handles, [target]) == 1
+    assert target[:SLOT] == payload(chain[0], handles[0].version, WHOLE)
+
+
+def test_clients_cannot_change_generations(served: Store) -> None:
+    served.start()
+    rank = served.attach(writer())
+    with pytest.raises(TypeError, match="read-only"):
+        rank.memory.generations[0] = 5
+    view = rank.slot_view(0)
+    rank.close()
+    assert len(view) == SLOT, "what still looks at the pool keeps it mapped"
+    assert isinstance(view.obj, mmap.mmap)
+
+
+def test_releasing_what_is_not_lent_changes_nothing(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=2))
+    rank.publish([], [Lent(0, 99), Lent(12345, 1)])
+    assert rank.credit == 2
+    assert store.pages(SlotState.LENT) == 2 * SLOT // PAGE_BYTES
+
+
+def test_choose_takes_versions_of_what_was_opened(store: Store) -> None:
+    store.start()
+    first, second = store.attach(writer()), store.attach(writer())
+    chain = keys(3)
+    write(first, chain)
+    write(second, chain[:2])
+    _, answer = first.open(chain)
+    writers = [pick.version.writer_id for pick in choose([answer], [WHOLE])]
+    assert writers == [second.identity.writer_id, second.identity.writer_id, first.identity.writer_id]
+
+
+def test_what_a_request_used_leaves_last(store: Store) -> None:
+    store.start(host_bytes=16 * SLOT)
+    rank = store.attach(writer(credit=2))
+    first, second = keys(6, "first"), keys(6, "second")
+    write(rank, first)
+    write(rank, second, first=100)
+    rank.used(first)
+    write(rank, keys(5, "others"), first=200)
+    assert len(read(rank, first)) == 6
+    assert len(read(rank, second)) < 6
+
+
+def test_parts_from_elsewhere_are_adopted(tmp_path: Path) -> None:
+    store = Store("local", tmp_path).start()
+    assert store.local is not None
+    version = Version(1 << 60, 5)
+    payloads = [payload(key, version, WHOLE) for key in keys(3)]
+    entries = [
+        AdoptEntry(key, version, WHOLE, WEIGHTS, "bf16", SLOT, checksum(data))
+        for key, data in zip(keys(3), payloads, strict=True)
+    ]
+    store.local.shell.adopt(entries, payloads)
+    assert read(store.attach(READER), keys(3)) == [version] * 3
+    store.close()
