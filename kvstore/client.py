@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tournant.kvstore.block import Part, Version
+from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.errors import InvariantViolation, StoreRefused, StoreUnavailable
 from tournant.kvstore.events import (
     Attach,
@@ -247,30 +248,28 @@ class StoreClient:
         """Copy parts, one per key, into buffers of at least their length; how many of the first are good.
 
         What lies in the targets behind that number means nothing. copy: (target, slot) for memory that is not copied by
-        assignment; it must be complete when it returns. Raises StoreUnavailable only when a bad block cannot be told.
+        assignment; it must be complete, its completion event included, when it returns. Raises StoreUnavailable only
+        when a bad block cannot be told.
         """
         self._check()
+        pool, generations = self.memory.pool, self.memory.generations
         for number, (key, handle, target) in enumerate(zip(keys, handles, targets, strict=True)):
-            if not self._copy(key, handle, target[: handle.length], copy):
+            page, generation, length = handle.page, handle.generation, handle.length
+            good = False
+            if generation and generations[page] == generation:
+                source = pool[page * PAGE_BYTES : page * PAGE_BYTES + length]
+                if copy is None:
+                    target[:length] = source
+                else:
+                    copy(target[:length], source)
+                good = checksum(source) == handle.checksum  # after the copy: what changed meanwhile shows here or below
+            if not generation or generations[page] != generation:
+                self.num_moved += 1
+                return number
+            if not good:
+                self.bad(key, handle)
                 return number
         return len(keys)
-
-    def _copy(self, key: bytes, handle: Handle, target: memoryview, copy: Copier | None) -> bool:
-        if not self.current(handle):
-            self.num_moved += 1
-            return False
-        source = self.memory.slot(handle.page, handle.length)
-        if copy is None:
-            target[:] = source
-        else:
-            copy(target, source)
-        good = checksum(target) == handle.checksum  # of what was copied: nothing can change it any more
-        if not self.current(handle):
-            self.num_moved += 1
-            return False
-        if not good:
-            self.bad(key, handle)
-        return good
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A request with this chain has ended: its blocks count as used now, the tail to leave first. Does not wait."""

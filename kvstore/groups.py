@@ -147,7 +147,9 @@ class Group:
             raise InvariantViolation(f"a second copy of part {copy.part} of one version")
         self.copies.append(copy)
         self.rows = None
-        if len(self.copies) >= len(self.wanted):  # with no parts promised, what there is counts
+        if len(self.wanted) <= 1:  # with no parts promised, what there is counts
+            self.complete = not self.wanted or copy.part == self.wanted[0] or self.complete
+        elif len(self.copies) >= len(self.wanted):
             self.complete = all(self.copy_of(part) for part in self.wanted)
 
     def pack(self) -> bytes:

@@ -124,6 +124,8 @@ class SlotPool:
         return sorted(chunks, key=lambda chunk: (-chunk.free * chunk.slots[0].pages, chunk.index))
 
     def _cut_chunk(self, pages: int) -> bool:
+        if not self._uncut and len(self._cut) == (pages in self._cut):  # usual: one slot size, all chunks in use
+            return False
         chunk = self._uncut.pop() if self._uncut else self._returned(pages)
         if chunk is None:
             return False

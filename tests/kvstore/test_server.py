@@ -4,6 +4,7 @@ another.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import select
@@ -190,16 +191,18 @@ def test_a_forked_child_that_holds_the_connection_keeps_nothing_else(served: Sto
 
 def test_a_killed_store_leaves_nothing_and_is_replaced(served: Store) -> None:
     served.start()
+    gc.collect()  # of what other tests left behind
+    maps, fds = _ours_in_maps(), _ours_in_fds()
     rank = served.attach(writer(), timeout_s=PATIENCE_S)
     write(rank, keys(4))
+    assert len(_ours_in_maps()) == len(maps) + 2
     old = rank.incarnation
     served.kill()
     for call in (lambda: rank.open(keys(4)), lambda: rank.publish([])):
         with pytest.raises(StoreUnavailable):
             call()
     rank.close()
-    assert "tournant-" not in Path("/proc/self/maps").read_text(encoding="ascii")
-    assert not [fd for fd in os.listdir("/proc/self/fd") if "tournant" in _target(fd)]
+    assert (_ours_in_maps(), _ours_in_fds()) == (maps, fds)
     assert [path.name for path in served.folder.iterdir()] == [served.socket.name]
     with pytest.raises(StoreUnavailable, match="no store can be reached"):
         served.attach(writer())
@@ -208,6 +211,14 @@ def test_a_killed_store_leaves_nothing_and_is_replaced(served: Store) -> None:
     assert rank.incarnation != old
     assert read(rank, keys(4)) == []
     assert write(rank, keys(4)) == 4
+
+
+def _ours_in_maps() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines() if "tournant-" in line]
+
+
+def _ours_in_fds() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if "tournant" in _target(fd)]
 
 
 def _target(fd: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.block_manager import BlockManager
@@ -16,51 +15,89 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-@given(st.integers(0, 1 << 32))
-def test_random_use_agrees_with_a_naive_model(seed: int) -> None:
-    """The model knows which block last got which key and which tables hold it; content may vanish only when unused."""
-    rng = random.Random(seed)
-    manager = BlockManager(num_blocks := rng.randint(1, 12), 8)
-    tables: list[list[int]] = []
-    content: dict[int, bytes] = {}  # block -> key, as far as it was not given out anew since
-    for number in range(80):
-        action = rng.choice(["allocate", "allocate", "release", "seal", "share", "write"])
-        if action == "allocate":
-            count = rng.randint(1, 4)
-            free = num_blocks - len({block for table in tables for block in table})
-            blocks = manager.allocate(count)
-            assert (blocks is None) == (count > free)
-            if blocks is not None:
-                assert not {block for table in tables for block in table} & set(blocks)
-                for block in blocks:
-                    content.pop(block, None)
-                tables.append(blocks)
-        elif tables and action == "release":
-            manager.release(tables.pop(rng.randrange(len(tables))))
-        elif tables and action == "seal":
-            block = rng.choice(rng.choice(tables))
-            if block not in content:
-                manager.seal(block, key(number))
-                content[block] = key(number)
-        elif content and action == "share":
-            block, found = rng.choice(sorted(content.items()))
-            assert manager.match([found, key(10_000)]) == [block]
-            manager.acquire([block])
-            tables.append([block])
-        elif tables and action == "write":
-            table = rng.choice(tables)
-            shared = sum(other.count(table[0]) for other in tables) > 1
-            assert manager.must_copy(table[0]) == (shared or table[0] in content)
-            source = table[0]
-            if manager.must_copy(source) and (pair := manager.replace_for_write(table, 0)) is not None:
-                assert pair == (source, table[0])
-                content.pop(table[0], None)
-        manager.validate(tables)
-    for table in tables:
-        manager.release(table)
-    assert manager.reset()
-    assert manager.num_free == num_blocks
-    assert all(manager.match([found]) == [] for found in content.values())
+class BlockManagerMachine(RuleBasedStateMachine):
+    """A model that knows which tables hold which block, and which block last got which key.
+
+    content: block -> key, as far as it was not given out anew since; it may vanish only while nobody holds the block.
+    """
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        """An empty pool."""
+        self.num_blocks = num_blocks
+        self.manager = BlockManager(num_blocks, 8)
+        self.tables: list[list[int]] = []
+        self.content: dict[int, bytes] = {}
+        self.next_key = 0
+
+    @rule(count=st.integers(1, 4))
+    def allocate(self, count: int) -> None:
+        """New blocks, or none when too few are free."""
+        held = {block for table in self.tables for block in table}
+        blocks = self.manager.allocate(count)
+        assert (blocks is None) == (count > self.num_blocks - len(held))
+        if blocks is not None:
+            assert not held & set(blocks)
+            for block in blocks:
+                self.content.pop(block, None)
+            self.tables.append(blocks)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """A sequence ends."""
+        self.manager.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        """A block is full."""
+        block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.tables))))
+        if block not in self.content:
+            self.next_key += 1
+            self.manager.seal(block, key(self.next_key))
+            self.content[block] = key(self.next_key)
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A sequence begins with a block that is there."""
+        block, found = data.draw(st.sampled_from(sorted(self.content.items())))
+        assert self.manager.match([found, key(1 << 20)]) == [block]
+        self.manager.acquire([block])
+        self.tables.append([block])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        """Copy on write: exactly when the block is shared or sealed."""
+        table = data.draw(st.sampled_from(self.tables))
+        source = table[0]
+        shared = sum(other.count(source) for other in self.tables) > 1
+        assert self.manager.must_copy(source) == (shared or source in self.content)
+        if self.manager.must_copy(source) and (pair := self.manager.replace_for_write(table, 0)) is not None:
+            assert pair == (source, table[0])
+            self.content.pop(table[0], None)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        """A recount finds nothing."""
+        if hasattr(self, "manager"):
+            self.manager.validate(self.tables)
+
+    def teardown(self) -> None:
+        """Without holders everything is free, and a reset forgets all content."""
+        if not hasattr(self, "manager"):
+            return
+        for table in self.tables:
+            self.manager.release(table)
+        assert self.manager.reset()
+        assert self.manager.num_free == self.num_blocks
+        assert all(self.manager.match([found]) == [] for found in self.content.values())
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def test_least_recently_released_content_goes_first_and_tails_before_heads() -> None:
