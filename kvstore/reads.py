@@ -178,6 +178,10 @@ class ReadTable:
             self.close(owner, counter)
         self._newest.pop(client, None)
 
+    def newest(self, client: int) -> int:
+        """The highest counter of a client that was opened or closed; 0 for none."""
+        return self._newest.get(client, 0)
+
     def open_reads(self, client: int) -> int:
         """How many reads of a client are open."""
         return sum(owner == client for owner, _ in self.reads)

@@ -33,6 +33,7 @@ class Residency:
         self.pinned_pages = 0  # host pages of groups that something pins
         self.num_evicted = 0
         self.num_lost = 0  # evicted without a copy on NVMe
+        self.num_dropped = 0  # groups that became unreadable
         self.use_count: dict[int, int] = {}  # weights number -> attached clients
         self._resident_of: dict[int, dict[int, None]] = {}  # weights number -> gids in the policy
         self.on_places_lost: Callable[[Group], None] = lambda group: None
@@ -117,6 +118,7 @@ class Residency:
         """The group is unreadable from now on, on every tier of this node."""
         if group.dead:
             return
+        self.num_dropped += 1
         self._leave_policy(group)
         if any(copy.place is not None for copy in group.copies):
             self.on_places_lost(group)

@@ -144,6 +144,10 @@ def _open_pins_again(reads: ReadTable, client: int, counter: int, keys: Any, now
     return _OPEN(reads, client, counter, keys, now_us)
 
 
+def _open_hides_the_last(reads: ReadTable, client: int, counter: int, keys: Any, now_us: int) -> Any:
+    return _OPEN(reads, client, counter, keys[:-1] or keys, now_us)
+
+
 _OPEN = ReadTable.open
 
 
@@ -375,6 +379,7 @@ MUTANTS = (
            ("dropped message", "duplicated message"),
            (_handlers(node_store_module.Report, _report_again),)),
     Mutant("pins have no time limit", ("I11",), ("dropped message",), ((ReadTable, "expired", _no_expiry),)),
+    Mutant("a complete block is not shown", ("I13",), (), ((ReadTable, "open", _open_hides_the_last),)),
     Mutant("a version is looked up by its key alone", ("I1", "I3", "I6"), (), ((GroupIndex, "find", _find_by_key),)),
 )  # fmt: skip
 

@@ -26,6 +26,8 @@ from tournant.kvstore.events import (
     ClientExited,
     Disconnect,
     HardUnpin,
+    Open,
+    Opened,
     Report,
     Reported,
     Send,
@@ -197,6 +199,8 @@ class World:
             if recovery.records:
                 self.count("recovered")
         self._lent = {}
+        self._held: dict[bytes, dict[Version, set[int]]] = {}  # parts reported since the version was last dropped
+        self._num_dropped = self.core.residency.num_dropped
         self._ever_lent = set()
         self._ever_replied: set[tuple[int, int]] = set()
         self.store_up = True
@@ -255,6 +259,7 @@ class World:
     def step(self, event: Event) -> None:
         """One event of the core and everything it asks for."""
         self.steps += 1
+        over = isinstance(event, Open) and event.read <= self.core.reads.newest(event.client)
         try:
             out = self.core.step(self.now + self.jump, event)
         except InvariantViolation as error:
@@ -263,6 +268,10 @@ class World:
         self.trace = zlib.crc32(f"{self.now} {type(event).__name__} {len(out)}".encode(), self.trace)
         if isinstance(event, Report):
             self._book_report(event, out)
+        if self.core.residency.num_dropped != self._num_dropped:
+            self._forget_dropped()
+        if isinstance(event, Open):
+            self._check_opened(event, out, over=over)
         for instruction in out:
             self._carry_out(instruction)
         self.after_step()
@@ -361,9 +370,35 @@ class World:
                 if name in self._reported:
                     self.violated("I3", f"{entry.version} of a part was written twice")
                 self._reported.add(name)
+                self._held.setdefault(entry.key, {}).setdefault(entry.version, set()).add(rank.number)
         for page, generation in event.released:
             if lent.get(page) == generation:
                 del lent[page]
+
+    def _forget_dropped(self) -> None:
+        self._num_dropped = self.core.residency.num_dropped
+        index = self.core.residency.index
+        for key, versions in self._held.items():
+            left = {
+                group.version: {self.parts.index(index.parts[copy.part]) for copy in group.copies}
+                for group in index.versions(key)
+            }
+            self._held[key] = {version: parts & left[version] for version, parts in versions.items() if version in left}
+
+    def _check_opened(self, event: Open, out: list[Instruction], *, over: bool) -> None:
+        """I13: what was reported whole is shown until something drops it; an open ends at the first key without.
+
+        over: the same read was opened or closed before, so the answer is an old one or empty.
+        """
+        cut, self._num_cut = self._num_cut, self.core.reads.num_cut_by_pins
+        replies = [i.reply for i in out if isinstance(i, Send) and isinstance(i.reply, Opened)]
+        if over or cut != self._num_cut or not replies or len(replies[0].counts) == len(event.keys):
+            return
+        place = len(replies[0].counts)
+        if any(len(parts) == len(self.parts) for parts in self._held.get(event.keys[place], {}).values()):
+            self.violated("I13", f"a block that was reported whole is not shown, at place {place}")
+
+    _num_cut: int = 0
 
     def _booked(self, client: int) -> set[int]:
         return self._seqs.setdefault((self.core.incarnation, client), set())
