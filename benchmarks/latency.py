@@ -24,6 +24,7 @@ from tournant.kernels.layout import KVLayout
 from tournant.kvstore.block import Namespace
 from tournant.workers.batch import Batch, StepResult
 from tournant.workers.config import EngineConfig
+from tournant.workers.device import CpuDevice
 from tournant.workers.engine import Engine
 from tournant.workers.forward_input import InputBuilder
 from tournant.workers.messages import EngineInfo, EngineRequest
@@ -151,6 +152,8 @@ def _server(options: Options) -> Table:
 class ControlPath:
     """`num_seqs` decoding sequences in SmolLM2's shapes, and a runner that prepares the input and makes tokens up."""
 
+    num_in_flight = 1
+
     def __init__(self, num_seqs: int, max_tokens: int) -> None:
         tokens = CONTROL_PROMPT + max_tokens
         blocks_each = -(-tokens // SMOLLM2_LAYOUT.block_tokens)
@@ -169,7 +172,9 @@ class ControlPath:
             namespace=Namespace(b"w" * 32, "bf16", "null", b"l" * 32),
         )
         self._rng = random.Random(20)
-        self._inputs = InputBuilder(SMOLLM2_LAYOUT, SMOLLM2_HEADS, num_seqs, blocks_each, pad_rows=False)
+        self._inputs = InputBuilder(
+            SMOLLM2_LAYOUT, SMOLLM2_HEADS, num_seqs, blocks_each, CpuDevice(), deterministic=False
+        )
         self._engine = Engine(EngineConfig(max_num_seqs=num_seqs), self, info)
         self._num_tokens = 0
         self._times = (0.0, 0.0, 0.0)

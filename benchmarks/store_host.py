@@ -45,8 +45,8 @@ from tournant.kvstore.store_process import StoreProcess, start_store
 BLOCKS = {"360 KiB": 360 << 10, "2 MiB": 2 << 20}
 PART = Part(0, 1, 0, 1)
 WEIGHTS = bytes(32)
-STEP = 16  # blocks of one report where bytes are moved
-CREDIT = 64  # slots lent where bytes are moved
+STEP = 32  # blocks of one report where bytes are moved
+CREDIT = 96  # slots lent where bytes are moved
 CHAIN = 512
 REPORT_RATE = 16_000  # blocks/s
 REPORT = 64  # blocks of one report that the bar is for
@@ -89,7 +89,7 @@ def copies(options: Options, report: Report) -> None:
     total = (32 if options.quick else 256) << 20
     rows = [row for name, length in BLOCKS.items() for row in _copies(name, length, total, options.rounds)]
     notes = [
-        f"{total >> 20} MiB. A write is the copy, its checksum and a report of {STEP} blocks, whose reply is not awaited; "
+        f"{total >> 20} MiB. A write is the copy, its checksum and a report of {STEP} blocks that is not awaited; "
         "a read is open, fetch, the copy, its checksum and the check of the generation.",
     ]
     columns = ("what", "GB/s ours", "GB/s memcpy", "ours / memcpy", "bar")
@@ -103,17 +103,21 @@ def _copies(name: str, length: int, total: int, rounds: int) -> list[list[Cell]]
     source, target, copied = (memoryview(mmap.mmap(-1, count * length, flags=populated)) for _ in range(3))
     source[:] = np.random.default_rng(5).bytes(len(source))
     pieces = [slice(index * length, (index + 1) * length) for index in range(count)]
-    versions = itertools.count(1)
+    rounds_written = itertools.count(1)
     with served(4 * total, length, CREDIT) as (client, _):
 
         def memcpy() -> None:
             for piece in pieces:
                 copied[piece] = source[piece]
 
+        keys: list[bytes] = []
+
         def write() -> None:
+            start = next(rounds_written) * count
+            keys[:] = [key_of(start + index) for index in range(count)]
             for first in range(0, count, STEP):
                 entries = [
-                    client.write(key_of(index), Version(1, next(versions)), source[pieces[index]], depth=index)
+                    client.write(keys[index], Version(1, start + index), source[pieces[index]], depth=index)
                     for index in range(first, first + STEP)
                 ]
                 taken = [entry for entry in entries if entry is not None]
@@ -123,7 +127,6 @@ def _copies(name: str, length: int, total: int, rounds: int) -> list[list[Cell]]
                     raise BenchmarkError("the store did not take a block")
 
         def read() -> None:
-            keys = [key_of(index) for index in range(count)]
             handles = opened(client, keys)
             if client.copy_out(keys, handles, [target[piece] for piece in pieces]) < count:
                 raise BenchmarkError("a block was lost")

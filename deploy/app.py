@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
@@ -178,6 +179,12 @@ def _log_to_stderr(level: str) -> None:
         logger.addHandler(handler)
 
 
+def _gpus_wanted(device: str) -> int:
+    """GPUs to ask of Ray for a replica, which hides all others from it: `auto` takes one where the cluster has any."""
+    in_cluster = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    return int(device == "cuda" or (device == "auto" and in_cluster >= 1))
+
+
 def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None) -> Application:
     """The application for a configuration. deployment_options: overrides of what Serve is told about the replica."""
     engine = config.engine
@@ -190,7 +197,7 @@ def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 1},
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": _gpus_wanted(engine.device)},
     }
     options |= deployment_options or {}
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)

@@ -31,8 +31,9 @@ from rich.text import Text
 
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
+from tournant.deploy.kv_cli import kv_app
 from tournant.deploy.supervisor import RunFolder, become_subreaper, check_port, end_descendants
-from tournant.workers.config import DEVICES, DTYPES
+from tournant.workers.config import DEVICES, DTYPES, QUANTIZATIONS
 from tournant.workers.errors import ConfigError
 
 EARLY_LOG_LINES = 200
@@ -53,6 +54,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve a language model on Ray, and talk to it.",
 )
+app.add_typer(kv_app, name="kv")
 
 
 def main() -> None:
@@ -110,6 +112,9 @@ def serve(
     cache_dir: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Where converted models are kept.")] = None,
     device: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DEVICES)}.")] = None,
     dtype: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DTYPES)}.")] = None,
+    quantization: Annotated[
+        str | None, Flag(rich_help_panel=ENGINE, help=f"Of a .gguf file's matrices: {', '.join(QUANTIZATIONS)}.")
+    ] = None,
     max_model_len: Annotated[
         int | None, Flag(rich_help_panel=ENGINE, help="Most tokens of prompt and answer [the model's limit].")
     ] = None,
@@ -122,6 +127,9 @@ def serve(
     ] = None,
     kv_cache_bytes: Annotated[
         str | None, Flag(rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB [by memory].")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, Flag(rich_help_panel=ENGINE, help="Share of a GPU's memory for weights, steps and KV [0.9].")
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,

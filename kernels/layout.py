@@ -25,7 +25,14 @@ AXES = b"block,layer,kv,kv_head,token,head_size"
 MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 8, 256
 HEAD_SIZE_STEP, MAX_HEAD_SIZE = 16, 256
 
-KV_FORMS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KV_FORMS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+SCALE_BYTES = torch.float32.itemsize
 
 _LENGTH = struct.Struct("<Q")
 
@@ -34,8 +41,12 @@ _LENGTH = struct.Struct("<Q")
 class KVLayout:
     """KV of one shard: how many layers and KV heads it holds, and the form of a block.
 
-    block_tokens: a power of two from 8 to 256; head_size: a multiple of 16 up to 256; dtype: bfloat16, float16 or
-    float32; rope_digest: digest of the RoPE frequencies that the stored keys were rotated with (part of `layout_id`).
+    block_tokens: a power of two from 8 to 256; head_size: a multiple of 16 up to 256; dtype: one of KV_FORMS;
+    rope_digest: digest of the RoPE frequencies that the stored keys were rotated with (part of `layout_id`).
+
+    float8_e4m3fn codes are worth code * scale, with one float32 scale per block, layer, K|V and KV head. Scales live
+    beside the KV tensor, in one of their own [num_blocks, num_layers, 2, num_kv_heads] (`allocate_scales`), and follow
+    the codes in a block's byte image. The other forms have none.
     """
 
     num_layers: int
@@ -62,17 +73,27 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers and KV heads of the shard, K and V."""
+        """Bytes of one token over all layers and KV heads of the shard, K and V, without scales."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: the size of its byte image in every tier."""
-        return self.token_bytes * self.block_tokens
+        """Bytes of one block, scales included: what it takes of the pool, and its byte image in every tier."""
+        return self.token_bytes * self.block_tokens + self.scale_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one block: 0 for every form but e4m3."""
+        return self.num_layers * 2 * self.num_kv_heads * SCALE_BYTES if self.has_scales else 0
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether stored KV is only known together with its scales."""
+        return self.dtype == torch.float8_e4m3fn
 
     @property
     def kv_form(self) -> str:
-        """Numeric form of stored KV: "bf16", "fp16" or "fp32"."""
+        """Numeric form of stored KV, a value of KV_FORMS."""
         return KV_FORMS[self.dtype]
 
     @property
@@ -96,9 +117,14 @@ class KVLayout:
         """A zeroed KV tensor of `shape(num_blocks)`; on CPU its pages are taken from the system when first written."""
         return torch.zeros(self.shape(num_blocks), dtype=self.dtype, device=device)
 
+    def allocate_scales(self, num_blocks: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """Zeroed float32 scales [num_blocks, num_layers, 2, num_kv_heads] of a KV tensor that needs them, else None."""
+        shape = (num_blocks, self.num_layers, 2, self.num_kv_heads)
+        return torch.zeros(shape, dtype=torch.float32, device=device) if self.has_scales else None
+
     def block_offset(self, block: int) -> int:
         """Byte offset of a block in the KV tensor."""
-        return block * self.block_bytes
+        return block * self.token_bytes * self.block_tokens
 
     def slots(self, block_table: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Token slots of `positions` (int [N]) of a sequence with physical blocks `block_table` (int [max_blocks]).

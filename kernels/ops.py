@@ -1,8 +1,9 @@
-"""The operations a model calls, dispatched to the C back end or to the plain-PyTorch twins.
+"""The operations a model calls, dispatched by device: Triton for CUDA tensors; C, or plain PyTorch, for the CPU's.
 
 Owns: argument checks and the choice of back end. Does not own memory: callers allocate caches, tables and `out`.
 Common to all: activations and KV are bfloat16, float16 or float32 on one device, all of one call with the same dtype;
-arithmetic is float32. A call that raises ValueError has written nothing.
+arithmetic is float32. A call that raises ValueError has written nothing. On CUDA nothing waits for the device, so slots
+and positions out of range are not refused there: their rows are left alone.
 
 Invariant (back end "c"): the bits of a row's result depend on that row (and the KV it attends to) alone, never on the
 number of rows, batch mates, chunk sizes or threads.
@@ -10,42 +11,86 @@ number of rows, batch mates, chunk sizes or threads.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 import warnings
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from tournant.kernels import reference
+from tournant.kernels import quantized, reference
 from tournant.kernels.cpu.build import KernelBuildError, load
 from tournant.kernels.cpu.native import NativeKernels
-from tournant.kernels.layout import KV_FORMS, KVLayout
+from tournant.kernels.layers import FusedLayers
+from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import AttentionPlan, make_plan
+from tournant.kernels.quantized import QuantizedMatrix
 
 __all__ = [
     "MAX_HEADS_PER_KV_HEAD",
     "AttentionPlan",
+    "MissingBackendError",
     "backend",
     "copy_blocks",
+    "decoder_layers",
+    "gather_blocks",
     "gelu_mul",
     "paged_attention",
     "plan_attention",
+    "quantized_linear",
+    "refill_plan",
     "rms_norm",
     "rope_store_kv",
+    "scatter_blocks",
     "select_backend",
     "silu_mul",
+    "static_decode_plan",
     "store_kv",
 ]
 
 MAX_HEADS_PER_KV_HEAD = 96  # TILE_ROWS of kernels/cpu/attention.h
 
 
-_Kernels = NativeKernels | ModuleType  # the C back end, or `reference`: the same functions
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_MODULE = "tournant.kernels.triton.backend"
+
+_Kernels = Any  # NativeKernels, TritonKernels or the module `reference`: the same functions
 
 _lock = threading.Lock()
-_chosen: _Kernels | None = None
+_chosen: _Kernels | None = None  # serves CPU tensors
+_CPU = torch.device("cpu")
+
+
+class MissingBackendError(RuntimeError):
+    """What a device needs to compute is not installed."""
+
+
+def _triton_module() -> Any:
+    try:
+        return importlib.import_module(TRITON_MODULE)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("triton"):
+            raise
+        raise MissingBackendError("computing on a GPU needs Triton; install tournant[cuda]") from error
+
+
+@functools.cache
+def _on_cuda(device: torch.device) -> _Kernels:
+    module = _triton_module()
+    return module.TritonKernels(module.Card.of(device))
+
+
+def _interpreted() -> _Kernels:
+    module = _triton_module()
+    if not module.interpreted():
+        raise MissingBackendError(
+            "Triton's interpreter is off; only tests run CPU tensors through it, choose c or torch"
+        )
+    return module.TritonKernels(module.Card.of(_CPU))
 
 
 def _choose() -> _Kernels:
@@ -67,27 +112,40 @@ def _compiled(cache_folder: Path | None) -> _Kernels:
 
 
 def select_backend(name: str, cache_folder: Path | None = None) -> str:
-    """Choose the CPU back end of this process: "c" (compiled, else "torch" with a warning) or "torch"; tells which.
+    """Choose what serves CPU tensors in this process: "c" (compiled, else "torch" with a warning), "torch", or, for
+    tests, "triton" under Triton's interpreter; tells which.
 
-    Without a call the first operation chooses "c" with the default cache folder.
+    Without a call the first operation chooses "c" with the default cache folder. Raises MissingBackendError for
+    "triton" when the interpreter is off.
     """
     global _chosen
-    if name not in ("c", "torch"):
-        raise ValueError(f'back end is {name!r}; it must be "c" or "torch"')
+    if name not in ("c", "torch", "triton"):
+        raise ValueError(f'back end is {name!r}; it must be "c", "torch" or "triton"')
     with _lock:
-        _chosen = reference if name == "torch" else _compiled(cache_folder)
+        if name == "triton":
+            _chosen = _interpreted()
+        else:
+            _chosen = reference if name == "torch" else _compiled(cache_folder)
     return backend()
 
 
-def backend() -> str:
-    """ "c" when the compiled kernels serve the CPU, else "torch". The first call may compile for a few seconds."""
-    return "c" if isinstance(_chosen or _choose(), NativeKernels) else "torch"
+def backend(device: torch.device = _CPU) -> str:
+    """What serves tensors of a device: "c", "torch" or "triton". The first call may compile for a few seconds.
+
+    Raises MissingBackendError for a CUDA device without Triton.
+    """
+    kernels = _kernels_of(device)
+    if kernels is reference:
+        return "torch"
+    return "c" if isinstance(kernels, NativeKernels) else "triton"
+
+
+def _kernels_of(device: torch.device) -> _Kernels:
+    return _on_cuda(device) if device.type == "cuda" else _chosen or _choose()
 
 
 def _kernels(x: torch.Tensor) -> _Kernels:
-    if not x.is_cpu:
-        return reference
-    return _chosen or _choose()
+    return (_chosen or _choose()) if x.is_cpu else _on_cuda(x.device)
 
 
 def _refuse(name: str, x: torch.Tensor, wanted: str) -> ValueError:
@@ -102,7 +160,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     and residual are dense.
     """
     dtype, shape = x.dtype, x.shape
-    if len(shape) != 2 or x.stride(1) != 1 or dtype not in KV_FORMS:
+    if len(shape) != 2 or x.stride(1) != 1 or dtype not in DTYPES:
         raise _refuse("x", x, "bfloat16, float16 or float32 [N, H] with dense rows")
     if weight.shape != shape[1:] or weight.dtype not in (dtype, torch.float32) or not weight.is_contiguous():
         raise _refuse("weight", weight, f"dense {dtype} [{shape[1]}]")
@@ -128,13 +186,13 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _check_gated(gate_up: torch.Tensor) -> None:
     shape = gate_up.shape
-    if len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1 or gate_up.dtype not in KV_FORMS:
+    if len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1 or gate_up.dtype not in DTYPES:
         raise _refuse("gate_up", gate_up, "bfloat16, float16 or float32 [N, 2I] with dense rows")
 
 
 def _check_cache(kv_cache: torch.Tensor, layer: int) -> None:
     shape = kv_cache.shape
-    if len(shape) != 6 or shape[2] != 2 or kv_cache.dtype not in KV_FORMS or not kv_cache.is_contiguous():
+    if len(shape) != 6 or shape[2] != 2 or kv_cache.dtype not in DTYPES or not kv_cache.is_contiguous():
         raise _refuse("kv_cache", kv_cache, "a dense tensor of KVLayout.allocate")
     if not 0 <= layer < shape[1]:
         raise ValueError(f"layer is {layer}; the KV cache holds layers 0 to {shape[1] - 1}")
@@ -226,24 +284,83 @@ def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
     _kernels(kv_cache).copy_blocks(kv_cache, src, dst)
 
 
+def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """staging[i] = pool[ids[i]] for dense int64 ids [M] on the pool's device; a negative id skips its place.
+
+    pool: any dense tensor whose first axis is the block and whose blocks are a multiple of 8 bytes, as the KV tensor
+    and its scales; staging: dense, of the same dtype and block shape, at least M blocks. Raises ValueError.
+    """
+    _check_staging(pool, ids, staging)
+    _block_mover(pool).gather_blocks(pool, ids, staging)
+
+
+def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
+    """pool[ids[i]] = staging[i], as `gather_blocks` the other way round; no id may occur twice. Raises ValueError."""
+    _check_staging(pool, ids, staging)
+    _block_mover(pool).scatter_blocks(staging, ids, pool)
+
+
+def _block_mover(pool: torch.Tensor) -> _Kernels:
+    kernels = _kernels(pool)
+    return reference if isinstance(kernels, NativeKernels) else kernels  # torch indexes whole blocks by memcpy
+
+
+def _check_staging(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    if pool.stride(0) * pool.itemsize % 8 or not pool.is_contiguous():
+        raise _refuse("pool", pool, "dense, its blocks a multiple of 8 bytes")
+    if ids.ndim != 1 or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != pool.device:
+        raise _refuse("ids", ids, f"dense int64 [M] on {pool.device}")
+    if (staging.dtype, staging.shape[1:], staging.device) != (pool.dtype, pool.shape[1:], pool.device) or not (
+        staging.is_contiguous() and len(staging) >= len(ids)
+    ):
+        raise _refuse("staging", staging, f"dense {pool.dtype} {(len(ids), *pool.shape[1:])} on {pool.device}")
+
+
 def plan_attention(
     block_tables: torch.Tensor | npt.ArrayLike,
     query_start: torch.Tensor | npt.ArrayLike,
     context_lens: torch.Tensor | npt.ArrayLike,
     layout: KVLayout,
     num_heads: int,
+    *,
+    deterministic: bool = False,
 ) -> AttentionPlan:
-    """Check one step and prepare it for `paged_attention` of all its layers.
+    """Check one step and describe it to `paged_attention` of all its layers; the first of them prepares it (uploads
+    it, cuts it into work) for the others.
 
     block_tables int32 [S, max_blocks], physical block ids, entries beyond a context are not read; query_start int32
     [S+1], rows query_start[s] to query_start[s+1] of q belong to sequence s and are the last of its context_lens[s]
-    (int32 [S]) positions; num_heads: query heads of this shard, at most 96 per KV head. Raises ValueError.
+    (int32 [S]) positions; num_heads: query heads of this shard, at most 96 per KV head; deterministic: the bits of a
+    row's attention must not depend on its step. Raises ValueError.
     """
     if num_heads > MAX_HEADS_PER_KV_HEAD * layout.num_kv_heads:
         raise ValueError(
             f"{num_heads} heads over {layout.num_kv_heads} KV heads: more than {MAX_HEADS_PER_KV_HEAD} each"
         )
-    return make_plan(block_tables, query_start, context_lens, layout, num_heads)
+    return make_plan(block_tables, query_start, context_lens, layout, num_heads, deterministic=deterministic)
+
+
+def static_decode_plan(
+    layout: KVLayout, num_heads: int, num_seqs: int, max_blocks: int, device: torch.device
+) -> AttentionPlan:
+    """A plan of `num_seqs` rows, each the only one of a sequence of up to max_blocks blocks, whose arrays on the device
+    stay where they are: capture calls with it in a CUDA graph, then `refill_plan` and replay. As made, every row is
+    padding. Triton only: raises ValueError where another back end serves `device`.
+    """
+    kernels = _kernels_of(device)
+    if backend(device) != "triton":
+        raise ValueError(f"a static plan needs the Triton back end; {backend(device)} serves {device}")
+    rows = np.arange(num_seqs + 1)
+    plan = make_plan(np.zeros((num_seqs, 1)), rows, np.ones(num_seqs), layout, num_heads)
+    plan.native = kernels.static_plan(layout, num_heads, num_seqs, max_blocks, device)
+    return plan
+
+
+def refill_plan(static: AttentionPlan, plan: AttentionPlan) -> None:
+    """Put a step of at most as many sequences, with one query row each, into a static plan, on the current stream; rows
+    beyond the step's are padding and get zeros. Raises ValueError when it does not fit; then nothing has changed.
+    """
+    _kernels_of(static.native.block_tables.device).refill(static.native, plan)
 
 
 def paged_attention(
@@ -287,3 +404,57 @@ def paged_attention(
     if lse is not None and not (lse.dtype == torch.float32 and lse.shape == q.shape[:2] and lse.is_contiguous()):
         raise _refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
     _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse)
+
+
+def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
+    """out[N, O] = x[N, I] times the transpose of the matrix, plus its bias, on the CPU.
+
+    Rows of x are quantised to int8, each group of 32 elements with a float32 scale, to the nearest, ties to even; dots
+    of groups are whole numbers, everything else float32, rounded once to out's dtype, which is x's or float32. Rows of
+    both may be strided. A row with NaN or infinity gives no finite output. Bits are the same for every back end.
+    """
+    if x.ndim != 2 or x.shape[1] != matrix.columns or x.stride(1) != 1 or x.dtype not in DTYPES or not x.is_cpu:
+        raise _refuse("x", x, f"bfloat16, float16 or float32 [N, {matrix.columns}] with dense rows on the CPU")
+    if out.shape != (len(x), matrix.outputs) or out.stride(1) != 1 or out.dtype not in (x.dtype, torch.float32):
+        raise _refuse("out", out, f"{x.dtype} or float32 {(len(x), matrix.outputs)} with dense rows")
+    kernels = _kernels(x)
+    chosen = kernels if isinstance(kernels, NativeKernels) else quantized
+    chosen.quantized_linear(out, x, matrix)
+
+
+def decoder_layers(
+    layers: FusedLayers,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: AttentionPlan,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Carry out all layers in one call of the C back end, layer i in layer i of the KV cache; bits as by single calls.
+
+    hidden, residual: dense [N, hidden] of layers.dtype, both changed in place: hidden is normed for layer 0 before and
+    for what follows the layers after; positions, slot_mapping: as `rope_store_kv` has them. Raises ValueError, also
+    where another back end serves.
+    """
+    kernels = _kernels(hidden)
+    if not isinstance(kernels, NativeKernels):
+        raise ValueError(f"fused layers need the C back end; {backend(hidden.device)} serves {hidden.device}")
+    _check_cache(kv_cache, len(layers.parts) - 1)
+    layout, rows = plan.layout, len(hidden)
+    for name, x in (("hidden", hidden), ("residual", residual)):
+        if x.shape != (rows, layers.hidden_size) or x.dtype != layers.dtype or not x.is_contiguous():
+            raise _refuse(name, x, f"dense {layers.dtype} {(rows, layers.hidden_size)}")
+    heads = (layers.num_heads, layers.num_kv_heads, layers.head_size)
+    shape = (layers.num_kv_heads, layout.block_tokens, layers.head_size)
+    if heads != (plan.num_heads, layout.num_kv_heads, layout.head_size) or kv_cache.shape[3:] != shape:
+        raise _refuse("kv_cache", kv_cache, f"of the plan's layout {layout}, which must be that of the layers")
+    if kv_cache.dtype != layers.dtype or kv_cache.shape[0] < plan.num_blocks_needed or rows < plan.num_tokens:
+        raise _refuse("kv_cache", kv_cache, f"{layers.dtype} of {plan.num_blocks_needed} blocks, for {rows} rows")
+    for name, x, dtypes in (
+        ("positions", positions, (torch.int64, torch.int32)),
+        ("slot_mapping", slot_mapping, (torch.int64,)),
+    ):
+        if x.shape != (rows,) or x.dtype not in dtypes or not x.is_contiguous():
+            raise _refuse(name, x, f"dense {dtypes[0]} [{rows}]")
+    kernels.decoder_layers(layers, hidden, residual, kv_cache, plan, positions, slot_mapping)

@@ -27,7 +27,9 @@ class AttentionPlan:
     """A checked step. Make it with `ops.plan_attention`; never change its arrays afterwards.
 
     block_tables int32 [S, max_blocks]; query_start int32 [S+1]; context_lens int32 [S]; num_tokens = query_start[S];
-    num_blocks_needed: one more than the largest block id that is read; native: what the C back end prepared, or None.
+    num_blocks_needed: one more than the largest block id that is read; deterministic: bits of a row's attention must
+    not depend on its step (the C back end always keeps that); native: what the back end prepared from all this once per
+    step, for all layers, or None.
     """
 
     block_tables: Int32Array
@@ -37,6 +39,7 @@ class AttentionPlan:
     num_heads: int
     num_tokens: int
     num_blocks_needed: int
+    deterministic: bool = False
     native: Any = field(default=None, repr=False)
 
 
@@ -53,6 +56,8 @@ def make_plan(
     context_lens: torch.Tensor | npt.ArrayLike,
     layout: KVLayout,
     num_heads: int,
+    *,
+    deterministic: bool = False,
 ) -> AttentionPlan:
     """Check and pack the description of one step; see `ops.plan_attention`."""
     tables = _int32(block_tables, "block_tables", 2)
@@ -90,4 +95,5 @@ def make_plan(
         num_heads=num_heads,
         num_tokens=int(starts[-1]),
         num_blocks_needed=int(used.max()) + 1 if used.size else 0,
+        deterministic=deterministic,
     )

@@ -7,6 +7,7 @@ is the leader's own record of whom the results belong to.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tournant.workers.messages import TokenLogprobs
 from tournant.workers.sampling_params import SamplingParams
@@ -81,3 +82,14 @@ class StepResult:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        """Itself: a step that is over when it is begun (see `PendingStep`)."""
+        return self
+
+
+class PendingStep(Protocol):
+    """A batch that was given to a device and may still be running."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises RuntimeError when the device failed."""

@@ -12,6 +12,7 @@ from tournant.workers.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("auto", "native", "dequantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +20,21 @@ class EngineConfig:
     """What an operator chooses about an engine.
 
     device: "auto" takes cuda when there is one; dtype: compute and KV dtype, "auto" = bfloat16;
+    quantization: of a .gguf file's matrices: "native" multiplies 4- and 8-bit ones as they are, "dequantize" turns them
+    into the dtype first, "auto" = native on a CPU where the types allow it (Q4_0, Q4_1, Q8_0);
     max_model_len: tokens of prompt + output per sequence, None = the model's own limit;
     max_num_seqs: sequences that run at once; max_num_batched_tokens: tokens computed in one step;
     max_queued_requests: requests that may wait beyond max_num_seqs before new ones are refused with 429;
-    kv_cache_bytes: size of the device block pool, None = the lesser of 1 GiB and a quarter of free memory on CPU;
+    kv_cache_bytes: size of the device block pool, None = the lesser of 1 GiB and a quarter of free memory on CPU, what
+    gpu_memory_utilization leaves on CUDA; gpu_memory_utilization: share of a GPU's memory that weights, the largest
+    step and the pool may take together;
     block_tokens: tokens per KV block, None = 16 on CPU, 64 on CUDA; num_threads: CPU threads, None = all cores;
-    num_in_flight: batches that may be running while the next is scheduled (1 on CPU).
+    num_in_flight: batches that run or wait to be booked while the next is scheduled, None = 1 on CPU, 2 on CUDA.
     """
 
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -38,15 +44,16 @@ class EngineConfig:
     deterministic: bool = False
     block_tokens: int | None = None
     num_threads: int | None = None
-    num_in_flight: int = 1
+    num_in_flight: int | None = None
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.device == "cuda":
-            raise ConfigError("device is 'cuda'; this version computes on the CPU only: choose cpu or auto")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
         limits = {
             "max_model_len": (1, 1 << 24),
             "max_num_seqs": (1, 4096),
@@ -63,6 +70,9 @@ class EngineConfig:
                 isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
             ):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1")
         for name in ("enable_prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false")

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from tournant.workers.batch import Batch, StepResult
+from tournant.workers.batch import Batch, PendingStep
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
@@ -25,14 +25,20 @@ from tournant.workers.sequence import RopeSwitch, Sequence
 
 
 class Runner(Protocol):
-    """What the engine needs of a device side; see `ModelRunner`."""
+    """What the engine needs of a device side; see `ModelRunner`. num_in_flight: batches worth giving it at a time."""
 
-    def run(self, batch: Batch) -> StepResult:
-        """Carry out one batch; batches are carried out in the order of calls."""
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def run(self, batch: Batch) -> PendingStep:
+        """Begin one batch; batches are carried out in the order of calls."""
 
 
 class Engine:
-    """A scheduler and a runner. `info`: the limits of pool and model, the same that frontends are told."""
+    """A scheduler and a runner. With two batches in flight the second is scheduled while the first runs.
+
+    info: the limits of pool and model, the same that frontends are told.
+    """
 
     def __init__(self, config: EngineConfig, runner: Runner, info: EngineInfo) -> None:
         self.config = config
@@ -41,7 +47,8 @@ class Engine:
         num_blocks = info.pool_tokens // info.block_tokens
         blocks = BlockManager(num_blocks, info.block_tokens, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, blocks, info.eos_token_ids)
-        self._in_flight: deque[tuple[Batch, StepResult]] = deque()
+        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        self._most_in_flight = config.num_in_flight or runner.num_in_flight
         self._sequences: dict[int, list[Sequence]] = {}
         self._arrivals = 0
 
@@ -59,10 +66,10 @@ class Engine:
         batch = self.scheduler.schedule(time.monotonic())
         if batch is not None:
             self._in_flight.append((batch, self.runner.run(batch)))
-        if not self._in_flight or (batch is not None and len(self._in_flight) < self.config.num_in_flight):
+        if not self._in_flight or (batch is not None and len(self._in_flight) < self._most_in_flight):
             return []
-        done, result = self._in_flight.popleft()
-        return self._forget_finished(self.scheduler.postprocess(done, result, time.monotonic()))
+        done, pending = self._in_flight.popleft()
+        return self._forget_finished(self.scheduler.postprocess(done, pending.result(), time.monotonic()))
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queue all answers of a request; returns "error" outputs instead when it can never run."""

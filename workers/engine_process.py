@@ -23,6 +23,7 @@ from typing import Any
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import EngineConfig
+from tournant.workers.device import Device
 from tournant.workers.engine import Engine
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.messages import (
@@ -162,9 +163,14 @@ def _validate(engine: Engine) -> str:
     return ""
 
 
-def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tuple[Engine, EngineInfo]:
-    """An engine with its model loaded, and what it says of itself. Raises ConfigError, ModelFormatError."""
-    runner = ModelRunner(config, files)
+def build_engine(
+    config: EngineConfig, files: ModelFiles, writer_id: int, device: Device | None = None
+) -> tuple[Engine, EngineInfo]:
+    """An engine with its model loaded, and what it says of itself; device: see `ModelRunner`.
+
+    Raises ConfigError, ModelFormatError.
+    """
+    runner = ModelRunner(config, files, device)
     decoder, layout = runner.decoder_config, runner.layout
     info = EngineInfo(
         writer_id=writer_id,
@@ -177,7 +183,7 @@ def build_engine(config: EngineConfig, files: ModelFiles, writer_id: int) -> tup
         vocab_size=decoder.vocab_size,
         eos_token_ids=decoder.eos_token_ids,
         dtype=str(layout.dtype).removeprefix("torch."),
-        device="cpu",
+        device=runner.device.kind,
         namespace=runner.namespace,
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,

@@ -1,7 +1,8 @@
 """Tensors of one step, made from a `Batch`: vectorised, no Python loop over tokens.
 
-Owns the per-row block tables of this shard and the last token each row sampled (for batches scheduled before that
-token was known). A `ForwardInput` is made, used and dropped within one step.
+Owns the per-row block tables of this shard and, on the device, the last token each row sampled (for batches scheduled
+before that token was known: it may not have reached the CPU yet). A `ForwardInput` is made, used and dropped within one
+step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch
+from tournant.workers.device import Device
 
 ROW_MULTIPLE = 16  # matmul rows are padded to this in deterministic mode (DESIGN.md section 9)
 
@@ -23,29 +25,44 @@ ROW_MULTIPLE = 16  # matmul rows are padded to this in deterministic mode (DESIG
 class ForwardInput:
     """input_ids, rope_positions, slot_mapping: int64 [num_rows], rows past `num_tokens` are padding (slot -1);
     rope_positions: rows of the RoPE tables (the position, or the row of its long-prompt twin);
-    sample_rows: int64 [num_samples], row whose hidden state yields each sampled token; plan: attention of this step.
+    sample_rows: int64 [num_samples], row whose hidden state yields each sampled token; sample_seqs: int64
+    [num_samples], row of the batch (`Batch.rows`) that it belongs to; only_decodes: every sequence has one token;
+    plan: attention of this step. Tensors are on the device.
     """
 
     input_ids: torch.Tensor
     rope_positions: torch.Tensor
     slot_mapping: torch.Tensor
     sample_rows: torch.Tensor
+    sample_seqs: torch.Tensor
     num_tokens: int
+    only_decodes: bool
     plan: ops.AttentionPlan
 
 
 class InputBuilder:
     """Turns batches into `ForwardInput`s. One per shard.
 
-    max_blocks: blocks of the longest sequence; pad_rows: pad to multiples of ROW_MULTIPLE (deterministic mode).
+    max_blocks: blocks of the longest sequence; deterministic: pad to multiples of ROW_MULTIPLE, plan accordingly.
+    last_tokens: int64 [max_num_seqs] on the device.
     """
 
-    def __init__(self, layout: KVLayout, num_heads: int, max_num_seqs: int, max_blocks: int, *, pad_rows: bool) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_heads: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        device: Device,
+        *,
+        deterministic: bool,
+    ) -> None:
         self._layout = layout
         self._num_heads = num_heads
-        self._pad_rows = pad_rows
+        self._device = device
+        self._deterministic = deterministic
         self._tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.last_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
 
     def build(self, batch: Batch) -> ForwardInput:
         """Apply the batch's block updates and lay its tokens out row by row, sequences one after another."""
@@ -59,9 +76,7 @@ class InputBuilder:
         entry_of = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(num_tokens) - np.repeat(ends - counts, counts) + starts[entry_of]
         token_ids = np.asarray(batch.token_ids, dtype=np.int64)
-        unknown = token_ids == UNKNOWN_TOKEN
-        if unknown.any():
-            token_ids = np.where(unknown, self.last_tokens[rows[entry_of]], token_ids)
+        unknown = (token_ids == UNKNOWN_TOKEN).nonzero()[0]
         context_lens = starts + counts
         block_tokens = self._layout.block_tokens
         used = int(-(-context_lens.max() // block_tokens))
@@ -75,19 +90,39 @@ class InputBuilder:
             torch.from_numpy(context_lens.astype(np.int32)),
             self._layout,
             self._num_heads,
+            deterministic=self._deterministic,
         )
-        padding = -num_tokens % ROW_MULTIPLE if self._pad_rows else 0
+        padding = -num_tokens % ROW_MULTIPLE if self._deterministic else 0
+        input_ids, rope_positions, slot_mapping, sample_rows, sample_seqs, unknown_at, unknown_seqs = (
+            self._device.upload(
+                [
+                    _padded(token_ids, padding, 0),
+                    _padded(positions + np.asarray(batch.rope_offsets)[entry_of], padding, 0),
+                    _padded(slots, padding, -1),
+                    ends[batch.sampling] - 1,
+                    rows[batch.sampling],
+                    unknown,
+                    rows[entry_of[unknown]],
+                ]
+            )
+        )
+        if len(unknown):
+            input_ids.index_copy_(0, unknown_at, self.last_tokens.index_select(0, unknown_seqs))
         return ForwardInput(
-            input_ids=_padded(token_ids, padding, 0),
-            rope_positions=_padded(positions + np.asarray(batch.rope_offsets)[entry_of], padding, 0),
-            slot_mapping=_padded(slots, padding, -1),
-            sample_rows=torch.from_numpy(ends[batch.sampling] - 1),
+            input_ids=input_ids,
+            rope_positions=rope_positions,
+            slot_mapping=slot_mapping,
+            sample_rows=sample_rows,
+            sample_seqs=sample_seqs,
             num_tokens=num_tokens,
+            only_decodes=num_tokens == len(rows),
             plan=plan,
         )
 
+    def remember(self, step: ForwardInput, tokens: torch.Tensor) -> None:
+        """Note the tokens [num_samples] of a step, on the device, for later batches that do not know them."""
+        self.last_tokens.index_copy_(0, step.sample_seqs, tokens)
 
-def _padded(values: npt.NDArray[np.int64], padding: int, fill: int) -> torch.Tensor:
-    if padding:
-        values = np.concatenate([values, np.full(padding, fill, dtype=np.int64)])
-    return torch.from_numpy(values)
+
+def _padded(values: npt.NDArray[np.int64], padding: int, fill: int) -> npt.NDArray[np.int64]:
+    return np.concatenate([values, np.full(padding, fill, dtype=np.int64)]) if padding else values

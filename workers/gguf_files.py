@@ -1,5 +1,8 @@
 """One .gguf file made into a model folder (config.json, model.safetensors, tokenizer files), once per machine.
 
+Beside the weights in the folder's dtype, rows that can be multiplied as they are quantised lie in QUANTIZED_NAME, as
+the file has them but in the folder's order: uint8 [rows, bytes of a row], under the tensor's name, a dot and the type.
+
 Owns the converted folders of the cache and how weights get into them. The bytes of the header are gguf_header.py's,
 what they mean for a model gguf_architectures.py's, and for its tokenizer gguf_tokenizer.py's.
 
@@ -17,7 +20,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,13 +28,15 @@ import numpy as np
 import numpy.typing as npt
 from gguf import dequantize
 
+from tournant.kernels.quantized import can_pack
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_architectures import Wanted, read_config, wanted_tensors
 from tournant.workers.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from tournant.workers.gguf_tokenizer import write_tokenizer
 from tournant.workers.local_cache import exclusive, file_digests, file_stamp, private_folder
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+QUANTIZED_NAME = "quantized.rows"  # safetensors by another name, or other programs would load it as weights
 LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0, "float32": 3.4028234663852886e38}
 """Dtypes a folder can have, each with its largest finite value."""
 
@@ -70,12 +75,13 @@ def convert_gguf(path: Path, dtype: str, cache_dir: Path, progress: Progress | N
             shutil.rmtree(leftover)
         if target.is_dir():
             return target
-        _check_space(root, tensors, dtype)
+        _check_space(root, header, tensors, dtype)
         folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=root))  # mode 0700
         try:
             tell(f"converting {path.name} to {dtype} (once)")
             ends = write_tokenizer(header, config, folder)
             _write_weights(header, tensors, dtype, folder / "model.safetensors", tell)
+            _write_quantized(header, tensors, folder / QUANTIZED_NAME)
             _write_json(folder / "config.json", config)
             _write_json(folder / "generation_config.json", _generation_config(config, ends))
             if file_stamp(path.stat()) != stamp:
@@ -89,17 +95,15 @@ def convert_gguf(path: Path, dtype: str, cache_dir: Path, progress: Progress | N
 
 
 def _write_weights(header: GGUFHeader, tensors: dict[str, Wanted], dtype: str, target: Path, tell: Progress) -> None:
-    """A safetensors file, written piece by piece: 8 bytes of header length, a JSON header, the tensors' bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors.values():
-        start, end = end, end + int(np.prod(tensor.shape)) * _ITEM_BYTES[dtype]
-        entries[tensor.name] = {"dtype": _DTYPE_TAGS[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    head = json.dumps(entries, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
+    """All tensors in `dtype`."""
+    entries = {
+        name: (tensor.name, _DTYPE_TAGS[dtype], tensor.shape, int(np.prod(tensor.shape)) * _ITEM_BYTES[dtype])
+        for name, tensor in tensors.items()
+    }
+    end = sum(num_bytes for *_, num_bytes in entries.values())
     written, told = 0, 0
     with header.path.open("rb") as source, target.open("wb") as sink:
-        sink.write(struct.pack("<Q", len(head)) + head)
+        sink.write(_safetensors_head(entries.values()))
         for name, tensor in tensors.items():
             for values in _pieces(source, header.tensors[name], tensor):
                 piece = _encode(values, dtype, f"{header.path}: tensor {name}")
@@ -110,8 +114,49 @@ def _write_weights(header: GGUFHeader, tensors: dict[str, Wanted], dtype: str, t
                 tell(f"converting {header.path.name} to {dtype} (once): {told * 10} %")
 
 
+def _write_quantized(header: GGUFHeader, tensors: dict[str, Wanted], target: Path) -> None:
+    """The rows of the tensors that `_is_packable`; no file when there are none."""
+    chosen = {name: tensor for name, tensor in tensors.items() if _is_packable(header.tensors[name], tensor)}
+    entries = []
+    for name, tensor in chosen.items():
+        found = header.tensors[name]
+        shape = (found.shape[0], found.num_bytes // found.shape[0])
+        entries.append((f"{tensor.name}.{found.type.name}", "U8", shape, found.num_bytes))
+    if not entries:
+        return
+    with header.path.open("rb") as source, target.open("wb") as sink:
+        sink.write(_safetensors_head(entries))
+        for name, tensor in chosen.items():
+            for rows in _raw_pieces(source, header.tensors[name], tensor):
+                sink.write(np.ascontiguousarray(rows).data)
+
+
+def _is_packable(found: GGUFTensor, wanted: Wanted) -> bool:
+    return len(found.shape) == 2 and not wanted.offset and can_pack(found.type.name, found.shape[1])
+
+
+def _safetensors_head(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """What precedes the bytes of tensors (name, dtype, shape, bytes): 8 bytes of length and a JSON header."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tag, shape, num_bytes in tensors:
+        start, end = end, end + num_bytes
+        entries[name] = {"dtype": tag, "shape": shape, "data_offsets": [start, end]}
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head
+
+
 def _pieces(source: BinaryIO, tensor: GGUFTensor, wanted: Wanted) -> Iterator[npt.NDArray[np.float32]]:
     """The tensor's values as float32 [rows, columns], some rows at a time, in the order of the folder's weights."""
+    for raw in _raw_pieces(source, tensor, wanted):
+        with np.errstate(all="ignore"):  # what is not finite is refused by _encode
+            values = dequantize(raw, tensor.type).reshape(len(raw), -1)
+            yield values - np.float32(wanted.offset) if wanted.offset else values
+
+
+def _raw_pieces(source: BinaryIO, tensor: GGUFTensor, wanted: Wanted) -> Iterator[npt.NDArray[np.uint8]]:
+    """The tensor's bytes [rows, bytes of a row], some rows at a time, in the order of the folder's weights."""
     heads = wanted.heads
     rows = tensor.shape[0] if len(tensor.shape) > 1 or heads else 1  # a bias in heads: rows of one element
     columns = int(np.prod(tensor.shape)) // rows
@@ -127,9 +172,7 @@ def _pieces(source: BinaryIO, tensor: GGUFTensor, wanted: Wanted) -> Iterator[np
         raw = raw.reshape(count, row_bytes)
         if heads:  # GGUF: rows (i, half) of a head; here: rows (half, i), i = 0 .. head size / 2
             raw = raw.reshape(-1, unit // 2, 2, row_bytes).swapaxes(1, 2).reshape(count, row_bytes)
-        with np.errstate(all="ignore"):  # what is not finite is refused by _encode
-            values = dequantize(raw, tensor.type).reshape(count, columns)
-            yield values - np.float32(wanted.offset) if wanted.offset else values
+        yield raw
 
 
 def _encode(values: npt.NDArray[np.float32], dtype: str, where: str) -> npt.NDArray[Any]:
@@ -155,8 +198,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _check_space(root: Path, tensors: dict[str, Wanted], dtype: str) -> None:
+def _check_space(root: Path, header: GGUFHeader, tensors: dict[str, Wanted], dtype: str) -> None:
     needed = sum(int(np.prod(tensor.shape)) for tensor in tensors.values()) * _ITEM_BYTES[dtype] + SPARE_BYTES
+    needed += sum(
+        header.tensors[name].num_bytes for name, tensor in tensors.items() if _is_packable(header.tensors[name], tensor)
+    )
     free = shutil.disk_usage(root).free
     if free < needed:
         raise ConfigError(f"the cache folder {root} has {free} bytes free, this model needs {needed}; choose another")

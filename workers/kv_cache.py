@@ -1,11 +1,12 @@
 """The KV bytes of one shard on its device: one preallocated tensor, written only through the kernels.
 
-Owns the pool tensor and nothing about who uses which block (that is `BlockManager`).
+Owns the pool tensor, how large it may be, and nothing about who uses which block (that is `BlockManager`).
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def available_memory_bytes() -> int:
     return available
 
 
-def pool_blocks(config: EngineConfig, layout: KVLayout) -> int:
+def cpu_pool_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Blocks of the CPU pool: `kv_cache_bytes`, or the lesser of 1 GiB and a quarter of free memory.
 
     Raises ConfigError when not even one block fits, or when the pool exceeds the free memory.
@@ -46,6 +47,40 @@ def pool_blocks(config: EngineConfig, layout: KVLayout) -> int:
             f"kv_cache_bytes is {num_bytes}, but only {available} bytes of memory are free; choose at most "
             f"{available // 2}, or leave it out"
         )
+    return _whole_blocks(num_bytes, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a GPU: all of them, those in use (weights, libraries, other processes), what the largest step adds."""
+
+    total: int
+    used: int
+    step: int
+
+
+def gpu_pool_blocks(config: EngineConfig, layout: KVLayout, memory: DeviceMemory) -> int:
+    """Blocks of a GPU's pool: gpu_memory_utilization of its memory, less what is in use and what a step needs; or
+    `kv_cache_bytes`, when that is not more. Raises ConfigError when nothing is left, or too little.
+    """
+    left = int(config.gpu_memory_utilization * memory.total) - memory.used - memory.step
+    sums = (
+        f"gpu_memory_utilization {config.gpu_memory_utilization} of {memory.total} bytes, less {memory.used} in use "
+        f"and {memory.step} for the largest step, leaves {max(left, 0)} bytes for the KV pool"
+    )
+    if left < layout.block_bytes:
+        raise ConfigError(
+            f"{sums}, too few for a block of {layout.block_bytes}; raise it, lower max_num_batched_tokens or "
+            "max_num_seqs, or choose a smaller model or a larger GPU"
+        )
+    if config.kv_cache_bytes is None:
+        return layout.num_blocks_for(left)
+    if config.kv_cache_bytes > left:
+        raise ConfigError(f"kv_cache_bytes is {config.kv_cache_bytes}, but {sums}; choose at most that")
+    return _whole_blocks(config.kv_cache_bytes, layout)
+
+
+def _whole_blocks(num_bytes: int, layout: KVLayout) -> int:
     blocks = layout.num_blocks_for(num_bytes)
     if blocks < 1:
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any
 import huggingface_hub
 
 from tournant.workers.errors import ConfigError, ModelFormatError
-from tournant.workers.gguf_files import convert_gguf
+from tournant.workers.gguf_files import QUANTIZED_NAME, convert_gguf
 from tournant.workers.json_files import read_json_object
 from tournant.workers.local_cache import default_cache_dir, file_digests
 
@@ -313,7 +313,8 @@ def weight_files(folder: Path) -> list[Path]:
 def weights_id(folder: Path, cache_dir: Path) -> bytes:
     """SHA-256 over the name and the SHA-256 of the bytes of config.json and each weight file, in order of name, every
     part with its length before it. Files that have not changed since they were last read are not read again."""
-    files = sorted([folder / CONFIG_NAME, *weight_files(folder)], key=lambda path: path.name)
+    quantized = [path for path in (folder / QUANTIZED_NAME,) if path.is_file()]
+    files = sorted({folder / CONFIG_NAME, *weight_files(folder), *quantized}, key=lambda path: path.name)
     hasher = hashlib.sha256(_framed(ID_TAG))
     for path, digest in zip(files, file_digests(files, cache_dir), strict=True):
         hasher.update(_framed(path.name.encode()) + _framed(digest))

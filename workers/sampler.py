@@ -6,10 +6,14 @@ and batch mates do not matter.
 
 Order: logit bias and minimum length, penalties, temperature, top_k, top_p, min_p, then one draw by inverse CDF in
 vocabulary order. Log-probabilities are those of the unmodified logits.
+
+Everything happens on the device of the logits and nothing waits for it: `sample` returns tensors. The CPU draws row by
+row (`_draw`), a GPU for DRAW_ROWS rows at once (`draw_together`), with the same rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +21,12 @@ import numpy.typing as npt
 import torch
 
 from tournant.workers.batch import RowState
+from tournant.workers.device import Device
 from tournant.workers.messages import TokenLogprobs
 from tournant.workers.sampling_params import SamplingParams
 
 LOGPROB_FLOOR = -9999.0
+DRAW_ROWS = 64  # rows drawn together: bounds memory at about 64 x vocabulary x 40 bytes
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -44,7 +50,7 @@ def _mix(value: np.uint64) -> np.uint64:
 
 @dataclass(slots=True)
 class _Row:
-    """Sampling state of one row. prompt_mask / counts: only for rows with penalties."""
+    """Sampling state of one row, tensors on the device. prompt_mask / counts: only for rows with penalties."""
 
     params: SamplingParams
     seed: int
@@ -62,12 +68,52 @@ class _Row:
         return self.stop_ids is not None or self.bias_ids is not None or self.counts is not None
 
 
+class Logprobs:
+    """Log-probabilities of tokens and of the most probable ones, as `tensors` of the device."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, tops: list[int]) -> None:
+        """Of `tokens` int64 [N] and the tops[i] most probable ones, from float32 logits [N, vocab]."""
+        self._tops = tops
+        values = logits.log_softmax(dim=-1)
+        self.tensors = [values.gather(1, tokens[:, None])[:, 0].clamp_min(LOGPROB_FLOOR)]
+        if most := max(tops):
+            best, ids = values.topk(min(most, values.shape[1]), dim=-1)
+            self.tensors += [best.clamp_min(LOGPROB_FLOOR), ids]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[TokenLogprobs]:
+        """One item per token, from `tensors` as they arrived on the CPU."""
+        chosen: list[float] = tensors[0].tolist()
+        if len(tensors) == 1:
+            return [TokenLogprobs(value, []) for value in chosen]
+        best, ids = tensors[1].tolist(), tensors[2].tolist()
+        return [
+            TokenLogprobs(value, list(zip(ids[i][:top], best[i][:top], strict=True)))
+            for i, (value, top) in enumerate(zip(chosen, self._tops, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens: int64 [N] on the device; logprobs: of the rows `wants`, None when no row asked."""
+
+    tokens: torch.Tensor
+    wants: list[int]
+    logprobs: Logprobs | None
+
+
 class Sampler:
     """Chooses tokens for rows that were registered with `start`."""
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        eos_token_ids: tuple[int, ...],
+        device: Device,
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._device = device
         self._rows: list[_Row | None] = [None] * max_num_seqs
 
     def start(self, state: RowState) -> None:
@@ -76,42 +122,55 @@ class Sampler:
         row = _Row(params, state.seed, state.index, state.num_prompt)
         if params.min_tokens:
             stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
-            row.stop_ids = torch.tensor(sorted(stops), dtype=torch.int64) if stops else None
+            row.stop_ids = self._ids(sorted(stops)) if stops else None
         if params.logit_bias:
-            row.bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
-            row.bias = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32)
+            row.bias_ids = self._ids([token for token, _ in params.logit_bias])
+            row.bias = _upload_floats(self._device, [[bias for _, bias in params.logit_bias]])[0].float()
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
-            tokens = torch.tensor(state.token_ids, dtype=torch.int64)
-            row.prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-            row.prompt_mask[tokens[: state.num_prompt]] = True
-            row.counts = torch.bincount(tokens[state.num_prompt :], minlength=self._vocab_size).float()
+            tokens = self._ids(state.token_ids)
+            generated = tokens[state.num_prompt :]
+            where = self._device.torch_device
+            row.prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=where)
+            row.prompt_mask.index_fill_(0, tokens[: state.num_prompt], True)
+            row.counts = torch.zeros(self._vocab_size, dtype=torch.float32, device=where)
+            row.counts.index_add_(0, generated, torch.ones(len(generated), device=where))
         self._rows[state.row] = row
 
-    def sample(
-        self, logits: torch.Tensor, rows: list[int], positions: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], dict[int, TokenLogprobs]]:
-        """One token per row of float32 logits [N, vocab], and log-probabilities by index for rows that asked.
+    def _ids(self, values: list[int]) -> torch.Tensor:
+        return self._device.upload([np.asarray(values, dtype=np.int64)])[0]
+
+    def sample(self, logits: torch.Tensor, rows: list[int], positions: npt.NDArray[np.int64]) -> Sampled:
+        """One token per row of float32 logits [N, vocab], which are overwritten.
 
         positions[i]: place in its sequence of the token that is chosen (its number of tokens so far).
         """
         states = [self._state(row) for row in rows]
         wants = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        kept = logits[wants].clone() if wants else None
+        asked = self._ids(wants)
+        kept = logits.index_select(0, asked) if wants else None
         for i, state in enumerate(states):
             if state.adjusts:
                 self._adjust(logits[i], state, int(positions[i]))
-        tokens = logits.argmax(dim=-1).numpy()
+        tokens = logits.argmax(dim=-1)
+        drawing = [i for i, state in enumerate(states) if not state.params.greedy]
+        draws = [uniform(states[i].seed, states[i].index, int(positions[i])) for i in drawing]
+        if logits.is_cpu:
+            for i, draw in zip(drawing, draws, strict=True):
+                tokens[i] = _draw(logits[i], states[i].params, draw)
+        else:
+            for start in range(0, len(drawing), DRAW_ROWS):
+                part, stop = drawing[start : start + DRAW_ROWS], start + DRAW_ROWS
+                at, params = self._ids(part), [states[i].params for i in part]
+                found = draw_together(logits.index_select(0, at), params, draws[start:stop], self._device)
+                tokens.index_copy_(0, at, found)
         for i, state in enumerate(states):
-            if not state.params.greedy:
-                draw = uniform(state.seed, state.index, int(positions[i]))
-                tokens[i] = _draw(logits[i], state.params, draw)
             if state.counts is not None:
-                state.counts[tokens[i]] += 1
-        logprobs: dict[int, TokenLogprobs] = {}
+                state.counts.index_add_(0, tokens[i : i + 1], torch.ones(1, device=tokens.device))
+        logprobs = None
         if kept is not None:
             tops = [states[i].params.logprobs or 0 for i in wants]
-            logprobs = dict(zip(wants, token_logprobs(kept, tokens[wants].tolist(), tops), strict=True))
-        return tokens, logprobs
+            logprobs = Logprobs(kept, tokens.index_select(0, asked), tops)
+        return Sampled(tokens, wants, logprobs)
 
     def _state(self, row: int) -> _Row:
         state = self._rows[row]
@@ -167,16 +226,40 @@ def _top_p_threshold(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     return ordered[max(kept, 1) - 1]
 
 
-def token_logprobs(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` and of the tops[i] most probable ones, from float32 logits [N, vocab]."""
-    values = logits.log_softmax(dim=-1)
-    chosen = values.gather(1, torch.tensor(tokens, dtype=torch.int64)[:, None])[:, 0].clamp_min(LOGPROB_FLOOR).tolist()
-    most = max(tops)
-    if not most:
-        return [TokenLogprobs(value, []) for value in chosen]
-    best, ids = values.topk(min(most, values.shape[1]), dim=-1)
-    best_list, ids_list = best.clamp_min(LOGPROB_FLOOR).tolist(), ids.tolist()
-    return [
-        TokenLogprobs(value, list(zip(ids_list[i][: tops[i]], best_list[i][: tops[i]], strict=True)))
-        for i, value in enumerate(chosen)
-    ]
+def _upload_floats(device: Device, columns: Sequence[Sequence[float]]) -> list[torch.Tensor]:
+    """Columns of numbers as float64 tensors of the device, in one copy: an upload carries any 64 bits."""
+    arrays = [np.asarray(column, dtype=np.float64).view(np.int64) for column in columns]
+    return [tensor.view(torch.float64) for tensor in device.upload(arrays)]
+
+
+def draw_together(
+    logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float], device: Device
+) -> torch.Tensor:
+    """Tokens int64 [N] of rows of float32 logits [N, vocab], as `_draw` chooses them, without waiting for the device.
+
+    All rows are sorted when one of them has top_k or top_p: the only costly part.
+    """
+    vocab = logits.shape[1]
+    tops = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    columns = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params], draws, tops]
+    temperature, top_p, min_p, draw, top_k = (column[:, None] for column in _upload_floats(device, columns))
+    probabilities = (logits / temperature.float()).softmax(dim=-1)
+    if any(top < vocab or p.top_p < 1.0 for top, p in zip(tops, params, strict=True)):
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = probabilities.masked_fill(logits < ordered.gather(1, top_k.long() - 1), 0.0)
+        likely = probabilities.gather(1, order)
+        before = likely.cumsum(dim=-1, dtype=torch.float64) - likely
+        kept = (before < top_p * likely.sum(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True).clamp(min=1)
+        least = likely.gather(1, kept - 1).masked_fill(top_p >= 1.0, 0.0)
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    least = min_p.float() * probabilities.amax(dim=-1, keepdim=True)
+    probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
+    places = torch.arange(vocab, device=logits.device)
+    edge = torch.where(probabilities > 0.0, places, 0).amax(dim=-1, keepdim=True)  # as in _draw
+    missed = (tokens >= vocab) | (probabilities.gather(1, tokens.clamp(max=vocab - 1)) == 0.0)
+    tokens = torch.where(missed, edge, tokens)
+    usable = logits.amax(dim=-1, keepdim=True).isfinite()
+    best = logits.nan_to_num(nan=float("-inf")).argmax(dim=-1, keepdim=True)
+    return torch.where(usable, tokens, best)[:, 0]

@@ -1,6 +1,7 @@
 """The tensors of a model folder, read one by one out of its safetensors files.
 
-Owns names, shapes, dtypes and bytes as they lie in the files; which tensors a model wants is the model's business.
+Owns names, shapes, dtypes and bytes as they lie in the files; which tensors a model wants is the model's business. Of a
+folder made from a GGUF file, matrices can also be had as that file quantised them (gguf_files.py, QUANTIZED_NAME).
 
 Invariants:
  1. Headers are checked before the files are mapped: a bad one costs neither memory nor time.
@@ -19,13 +20,17 @@ from typing import Any, TypeGuard
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tournant.kernels.quantized import GROUP, KINDS, ROW_BYTES
 from tournant.workers.errors import ModelFormatError
+from tournant.workers.gguf_files import QUANTIZED_NAME
 from tournant.workers.model_files import INDEX_NAME, read_index, weight_files
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 8
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes that weights may have in a file."""
+
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1}
 
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and no model takes: their values follow from the configuration."""
@@ -41,8 +46,9 @@ class _Entry:
 class Checkpoint:
     """The tensors of a model folder by name, read when they are taken. Made by `load_checkpoint`."""
 
-    def __init__(self, entries: dict[str, _Entry]) -> None:
+    def __init__(self, entries: dict[str, _Entry], quantized: dict[str, tuple[str, _Entry]]) -> None:
         self._entries = entries
+        self._quantized = quantized
         self._files: dict[Path, Any] = {}
         self._taken: set[str] = set()
 
@@ -82,6 +88,28 @@ class Checkpoint:
         self._taken.add(name)
         return tensor
 
+    @property
+    def has_quantized(self) -> bool:
+        """Whether any matrix can be had as it is quantised."""
+        return bool(self._quantized)
+
+    def take_quantized(self, name: str, shape: tuple[int, int]) -> tuple[str, torch.Tensor] | None:
+        """A matrix of `shape` as its type (of KINDS) and its rows, uint8 [rows, bytes of a row], in memory of their
+        own; None when it cannot be had so. Raises ModelFormatError naming the tensor when it has another shape.
+        """
+        if name not in self._quantized:
+            return None
+        kind, entry = self._quantized[name]
+        wanted = (shape[0], shape[1] // GROUP * ROW_BYTES[kind])
+        if entry.dtype != "U8" or entry.shape != wanted or shape[1] % GROUP:
+            raise ModelFormatError(
+                f"{entry.file}: tensor {name}.{kind} is {entry.dtype} {list(entry.shape)}; config.json makes it U8 "
+                f"{list(wanted)}"
+            )
+        rows: torch.Tensor = self._open(entry.file).get_tensor(f"{name}.{kind}").clone()
+        self._taken.add(name)
+        return kind, rows
+
     def unused(self) -> list[str]:
         """Names that were never taken, sorted, without those known to be harmless."""
         return [name for name in self.names() if name not in self._taken and not name.endswith(HARMLESS_SUFFIXES)]
@@ -118,7 +146,18 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for name, file in (index or {}).items():
         if name not in entries:
             raise ModelFormatError(f"{folder / INDEX_NAME}: weight_map has tensor {name}, which {file} lacks")
-    return Checkpoint(entries)
+    return Checkpoint(entries, _quantized_rows(folder / QUANTIZED_NAME))
+
+
+def _quantized_rows(path: Path) -> dict[str, tuple[str, _Entry]]:
+    """Type and place by name of what can be had as it is quantised; nothing when there is no such file."""
+    found: dict[str, tuple[str, _Entry]] = {}
+    for full_name, entry in _read_header(path).items() if path.is_file() else ():
+        name, _, kind = full_name.rpartition(".")
+        if kind not in KINDS or name in found:
+            raise ModelFormatError(f"{path}: tensor {full_name} occurs twice or is of no type of {', '.join(KINDS)}")
+        found[name] = kind, entry
+    return found
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -166,8 +205,8 @@ def _checked(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
             f"{where}: data_offsets end at {offsets[1]}, but the file has {data_bytes} bytes of tensors; it is "
             "truncated or damaged"
         )
-    kind = DTYPES.get(item["dtype"])
-    if kind is not None and prod(shape) * kind.itemsize != offsets[1] - offsets[0]:
+    item_bytes = ITEM_BYTES.get(item["dtype"])
+    if item_bytes is not None and prod(shape) * item_bytes != offsets[1] - offsets[0]:
         raise ModelFormatError(f"{where}: {item['dtype']} {shape} does not fill its {offsets[1] - offsets[0]} bytes")
     return _Entry(path, item["dtype"], tuple(shape))
 

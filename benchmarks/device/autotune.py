@@ -10,9 +10,8 @@ same run. What it prints goes into kernels/triton/tiles.py by hand, with the car
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import product
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from benchmarks.device.bench import seconds
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import make_plan
 from tournant.kernels.triton.backend import TritonKernels
@@ -27,7 +27,7 @@ from tournant.kernels.triton.card import Card
 from tournant.kernels.triton.plan import device_plan
 from tournant.kernels.triton.tiles import TileShape
 
-ROUNDS, TOLERANCE = 7, 2e-2
+TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,6 @@ def candidates(kind: str) -> Iterator[TileShape]:
     else:
         for block_m, block_n, warps, stages in product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
             yield TileShape(block_m, block_n, warps, stages)
-
-
-def seconds(call: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """Median time of a call after one that warms up; caches are flushed before each on a GPU."""
-    call()
-    flush = torch.empty(1 << 28 if device.type == "cuda" else 1, dtype=torch.int8, device=device)
-    times = []
-    for _ in range(rounds):
-        flush.zero_()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def bounds(device: torch.device, size: int) -> tuple[float, float]:

@@ -1,4 +1,7 @@
-"""Tournant as a contestant: its engine inside this process, no prefix cache, everything else as it is by default."""
+"""Tournant as a contestant: its engine inside this process, no prefix cache, everything else as it is by default.
+
+In float32, which is asked for to compare tokens exactly, quantised matrices are dequantised.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from tournant.workers.sampling_params import SamplingParams
 def load(arguments: dict[str, Any]) -> tuple[str, Generate]:
     """The engine of a model folder in a dtype."""
     config = EngineConfig(
-        device="cpu", dtype=arguments["dtype"], enable_prefix_caching=False, num_threads=arguments["threads"]
+        device="cpu",
+        dtype=arguments["dtype"],
+        quantization="dequantize" if arguments["dtype"] == "float32" else "auto",
+        enable_prefix_caching=False,
+        num_threads=arguments["threads"],
     )
     engine, info = build_engine(config, ModelFiles(Path(arguments["folder"]), "model", bytes(32)), writer_id=1)
 
@@ -32,7 +39,7 @@ def load(arguments: dict[str, Any]) -> tuple[str, Generate]:
                 tokens[output.request_id] += output.token_ids
         return tokens
 
-    return f"tournant, {info.dtype}", generate
+    return f"tournant, {info.dtype}, weights {engine.runner.namespace.numerics.rpartition('/')[2]}", generate
 
 
 if __name__ == "__main__":

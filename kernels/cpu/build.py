@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 SOURCE_FOLDER = Path(__file__).parent
-SOURCES = ("kernels.c", "common.h", "attention.h", "tiles.inc", "rows.inc", "attention.inc")
+UNITS = {"kernels.c": (), "quantized.c": ("-ffp-contract=off",)}  # what is compiled, with flags of its own
+HEADERS = ("common.h", "attention.h", "quantized.h", "tiles.inc", "rows.inc", "attention.inc", "layers.inc")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi")
 COMPILERS = ("gcc", "cc")
 COMPILE_TIMEOUT_S = 300
@@ -82,9 +83,11 @@ def _compile(compiler: str, link: list[str], target: Path) -> None:
     os.close(handle)
     try:
         with tempfile.TemporaryDirectory(prefix="tournant-build-") as scratch:
-            objects = os.path.join(scratch, "kernels.o")
-            _run([compiler, *FLAGS, "-c", str(SOURCE_FOLDER / SOURCES[0]), "-o", objects])
-            _run([compiler, "-shared", objects, "-o", temporary, *link, "-lm"])
+            objects = []
+            for source, flags in UNITS.items():
+                objects.append(os.path.join(scratch, f"{source}.o"))
+                _run([compiler, *FLAGS, *flags, "-c", str(SOURCE_FOLDER / source), "-o", objects[-1]])
+            _run([compiler, "-shared", *objects, "-o", temporary, *link, "-lm"])
         os.chmod(temporary, 0o700)
         os.replace(temporary, target)
     finally:
@@ -125,9 +128,9 @@ def load(cache_folder: Path | None = None) -> ctypes.CDLL:
     runtime = openmp_runtime()
     link = [str(runtime)] if runtime else ["-fopenmp"]
     hasher = hashlib.sha256()
-    for piece in (*map(str, FLAGS), *link, _run([compiler, "--version"]), _cpu_identity()):
+    for piece in (*FLAGS, *map(str, UNITS.items()), *link, _run([compiler, "--version"]), _cpu_identity()):
         hasher.update(f"{len(piece)}:{piece}".encode())
-    for name in SOURCES:
+    for name in (*UNITS, *HEADERS):
         hasher.update((SOURCE_FOLDER / name).read_bytes())
     name = f"kernels-{hasher.hexdigest()[:32]}.so"
     folder = cache_folder or default_cache_folder()

@@ -5,6 +5,7 @@
  */
 
 #include "attention.h"
+#include "quantized.h"
 
 #define PARALLEL_ELEMENTS 32768 /* below this a second thread costs more than it saves */
 
@@ -19,6 +20,27 @@ struct store { /* arguments of store_kv; every field 8 bytes; strides in element
     int64_t q_stride, k_stride, v_stride, block_stride, value_offset;
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_tokens, rotary_dim, max_positions, num_slots;
     int64_t num_threads;
+};
+
+struct layer_weights { /* of one decoder layer; every field 8 bytes */
+    const struct matrix *qkv, *o, *gate_up, *down;
+    const void *mlp_norm, *next_norm; /* [hidden_size]; next_norm: of the layer after it, or the last norm */
+    const float *cos_sin;             /* or NULL: nothing is rotated */
+    int64_t mlp_norm_wide, next_norm_wide, rotary_dim, max_positions, window; /* wide: a norm in float32 */
+};
+
+struct step { /* arguments of decoder_layers; every field 8 bytes; strides in elements */
+    void *hidden, *residual; /* [rows][hidden_size] */
+    void *qkv, *attended, *gate_up, *gated; /* scratch: [rows] of (heads + 2 kv_heads) * head_size, heads * head_size,
+                                             * 2 * inner_size, inner_size */
+    void *kv;                /* K of layer 0, block 0 */
+    const int64_t *positions;
+    const int32_t *short_positions;
+    const int64_t *slots;
+    int64_t rows, num_tokens, hidden_size, inner_size, num_heads, num_kv_heads, head_size;
+    int64_t block_tokens, num_slots, block_stride, layer_stride, value_offset, gelu, num_threads;
+    double eps;
+    float scale, softcap;
 };
 
 /* First row with a slot or position out of range, or -1. Padding rows (slot -1) are not looked at further. */
@@ -50,11 +72,13 @@ int64_t first_bad_row(const struct store *s) {
 INLINE vf load_part_fp32(const fp32 *p, int count);
 #include "rows.inc"
 #include "attention.inc"
+#include "layers.inc"
 #undef T
 
 #define T fp16
 #include "rows.inc"
 #include "attention.inc"
+#include "layers.inc"
 #undef T
 #undef PAIR
 
@@ -66,6 +90,7 @@ INLINE vf load_part_fp32(const fp32 *p, int count);
 #endif
 #include "rows.inc"
 #include "attention.inc"
+#include "layers.inc"
 
 void cut_into_units(struct plan *p, struct unit *units, struct split *splits, int num_threads) {
     cut(p, units, splits, num_threads);

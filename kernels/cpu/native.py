@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.plan import AttentionPlan
+from tournant.kernels.quantized import KINDS, QuantizedMatrix
 from tournant.kernels.reference import row_error
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -23,6 +25,11 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 _PLAN = struct.Struct("6P9q")  # struct plan
 _LAYER = struct.Struct("4P5qffq")  # struct layer
 _STORE = struct.Struct("8P14q")  # struct store
+_MATRIX = struct.Struct("2P3q")  # struct matrix
+_PRODUCT = struct.Struct("2P6q")  # struct product
+_WEIGHTS = struct.Struct("7P5q")  # struct layer_weights
+_STEP = struct.Struct("10P14qdff")  # struct step
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum type
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
 _UNIT_BYTES = _SPLIT_BYTES = 32
 _PARTIAL_EXTRA = 16  # floats beside the sums of a partial row
@@ -59,6 +66,11 @@ class NativeKernels:
         self._paged_attention = functions("paged_attention", _P, ctypes.c_char_p)
         self._first_bad_row = function("first_bad_row", _Q, ctypes.c_char_p)
         self._cut = function("cut_into_units", None, _P, _P, _P, _I)
+        self._quantized_linear = function("quantized_linear", None, ctypes.c_char_p, ctypes.c_char_p)
+        self._decoder_layers = {
+            dtype: function(f"decoder_layers_{suffix}", _Q, _P, _P, _Q, ctypes.c_char_p)
+            for dtype, suffix in SUFFIXES.items()
+        }
         self._copy_blocks = function("copy_blocks", None, _P, _P, _P, _Q, _Q, _I)
 
     def rms_norm(
@@ -218,3 +230,95 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         self._paged_attention[q.dtype](ctypes.addressof(native.packed), packed)
+
+    def quantized_linear(self, out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
+        product = _PRODUCT.pack(
+            x.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            x.stride(0),
+            out.stride(0),
+            _TYPES[x.dtype],
+            _TYPES[out.dtype],
+            torch.get_num_threads(),
+        )
+        self._quantized_linear(_packed(matrix), product)
+
+    def decoder_layers(
+        self,
+        layers: FusedLayers,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        kv_cache: torch.Tensor,
+        plan: AttentionPlan,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if layers.native is None:
+            layers.native = ctypes.create_string_buffer(
+                b"".join(_packed_weights(part, layers.dtype) for part in layers.parts)
+            )
+        if plan.native is None:
+            plan.native = self.prepare(plan)
+        rows, size, inner = len(hidden), layers.head_size, layers.inner_size
+        widths = (layers.qkv_heads * size, layers.num_heads * size, 2 * inner, inner)
+        scratch = [torch.empty((rows, width), dtype=hidden.dtype) for width in widths]
+        block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        short = positions.dtype == torch.int32
+        step = _STEP.pack(
+            hidden.data_ptr(),
+            residual.data_ptr(),
+            *(tensor.data_ptr() for tensor in scratch),
+            kv_cache.data_ptr(),
+            0 if short else positions.data_ptr(),
+            positions.data_ptr() if short else 0,
+            slot_mapping.data_ptr(),
+            rows,
+            plan.num_tokens,
+            layers.hidden_size,
+            inner,
+            layers.num_heads,
+            layers.num_kv_heads,
+            size,
+            kv_cache.shape[4],
+            kv_cache.shape[0] * kv_cache.shape[4],
+            block_stride,
+            layer_stride,
+            value_offset,
+            layers.gelu,
+            torch.get_num_threads(),
+            layers.eps,
+            layers.scale,
+            layers.softcap,
+        )
+        run = self._decoder_layers[hidden.dtype]
+        bad = run(ctypes.addressof(plan.native.packed), ctypes.addressof(layers.native), len(layers.parts), step)
+        if bad >= 0:
+            table = next((part.cos_sin for part in layers.parts if part.cos_sin is not None), None)
+            raise row_error(bad, slot_mapping, kv_cache, positions if table is not None else None, table)
+
+
+def _packed(matrix: QuantizedMatrix) -> ctypes.Array[ctypes.c_char]:
+    """struct matrix, kept with it."""
+    if matrix.native is None:
+        bias = 0 if matrix.bias is None else matrix.bias.data_ptr()
+        kind = KINDS.index(matrix.kind)  # enum kind
+        packed = _MATRIX.pack(matrix.tiles.data_ptr(), bias, matrix.outputs, matrix.columns, kind)
+        matrix.native = ctypes.create_string_buffer(packed, len(packed))
+    found: ctypes.Array[ctypes.c_char] = matrix.native
+    return found
+
+
+def _packed_weights(part: LayerParts, dtype: torch.dtype) -> bytes:
+    """struct layer_weights."""
+    table, norms = part.cos_sin, (part.mlp_norm, part.next_norm)
+    matrices = (part.qkv, part.o, part.gate_up, part.down)
+    return _WEIGHTS.pack(
+        *(ctypes.addressof(_packed(matrix)) for matrix in matrices),
+        *(norm.data_ptr() for norm in norms),
+        0 if table is None else table.data_ptr(),
+        *(norm.dtype != dtype for norm in norms),
+        0 if table is None else table.shape[1],
+        0 if table is None else table.shape[0],
+        part.window,
+    )

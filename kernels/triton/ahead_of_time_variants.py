@@ -43,10 +43,9 @@ def _attention(
     window: int,
     softcap: float,
 ) -> None:
-    layout = KVLayout(LAYERS, KV_HEADS, block_tokens, head_size, dtype)
+    layout = KVLayout(LAYERS, KV_HEADS, block_tokens, head_size, kv_dtype)
     blocks = context // block_tokens
-    kv_cache = torch.empty(layout.shape(blocks), dtype=kv_dtype)
-    scales = torch.empty(blocks, LAYERS, 2, KV_HEADS) if kv_dtype == torch.float8_e4m3fn else None
+    kv_cache, scales = torch.empty(layout.shape(blocks), dtype=kv_dtype), layout.allocate_scales(blocks)
     plan = make_plan(np.arange(blocks)[None], [0, queries], [context], layout, HEADS)
     q = torch.empty(queries, HEADS, head_size, dtype=dtype)
     TritonKernels(card).paged_attention(
@@ -77,8 +76,8 @@ def attention(
 
 def _store(card: Card, dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, fused: bool) -> None:
     kernels = TritonKernels(card)
-    kv_cache = torch.empty(KVLayout(LAYERS, KV_HEADS, 64, head_size, dtype).shape(4), dtype=kv_dtype)
-    scales = torch.empty(4, LAYERS, 2, KV_HEADS) if kv_dtype == torch.float8_e4m3fn else None
+    layout = KVLayout(LAYERS, KV_HEADS, 64, head_size, kv_dtype)
+    kv_cache, scales = torch.empty(layout.shape(4), dtype=kv_dtype), layout.allocate_scales(4)
     qkv = torch.empty(32, HEADS + 2 * KV_HEADS, head_size, dtype=dtype)
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     slots, positions = torch.arange(32), torch.arange(32)
@@ -93,8 +92,9 @@ def _rows(card: Card, dtype: torch.dtype) -> None:
     kernels, size = TritonKernels(card), 4096
     x, weight, gate_up = (torch.empty(shape, dtype=dtype) for shape in ((32, size), (size,), (32, 2 * size)))
     kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x))
+    kernels.rms_norm(x, weight.float(), 1e-5, None)
     kernels.silu_mul(gate_up)
-    kernels.gelu_tanh_mul(gate_up)
+    kernels.gelu_mul(gate_up)
     heads, lse = torch.empty(32, HEADS, 128, dtype=dtype), torch.empty(32, HEADS)
     kernels.rope(heads, torch.empty(128, 128), torch.arange(32), heads)
     kernels.merge_states(heads, lse, heads, lse, torch.empty_like(heads), torch.empty_like(lse))

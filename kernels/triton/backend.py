@@ -1,14 +1,14 @@
 """The Triton back end as one object: what `ops` dispatches to for tensors on a GPU (or under Triton's interpreter).
 
-Owns: the choice of kernels for a step. Methods mirror `NativeKernels` and the functions of `reference`; keywords beyond
-theirs say what only this back end does. Nothing here waits for the device, so out-of-range slots and positions cannot
-raise: their rows are left alone. fp8 KV: kv_cache of torch.float8_e5m2, or of torch.float8_e4m3fn with `kv_scales`
-(float32 [blocks, layers, 2, kv_heads], beside the pool and copied with it).
+Owns: the choice of kernels for a step. Methods mirror the functions of `reference`. Nothing here waits for the device,
+so out-of-range slots and positions cannot raise: their rows are left alone. fp8 KV: kv_cache of torch.float8_e5m2, or
+of torch.float8_e4m3fn with `kv_scales` of `KVLayout.allocate_scales`, beside the pool and copied with it.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import AttentionPlan
@@ -21,34 +21,30 @@ from tournant.kernels.triton.paged_prefill import paged_prefill
 from tournant.kernels.triton.plan import DevicePlan, device_plan, refill, static_decode_plan
 
 
-class TritonKernels:
-    """One per device. card: what tile sizes are chosen for. deterministic: a row's attention does not depend on its
-    step (see `device_plan`); all other kernels are row by row in any case.
-    """
+def interpreted() -> bool:
+    """Whether the kernels were imported under Triton's interpreter, so that they run on CPU tensors."""
+    return not isinstance(rms_norm.rms_norm_kernel, triton.JITFunction)
 
-    def __init__(self, card: Card, *, deterministic: bool = False) -> None:
+
+class TritonKernels:
+    """One per device. card: what tile sizes are chosen for."""
+
+    def __init__(self, card: Card) -> None:
         self._card = card
-        self._deterministic = deterministic
 
     def rms_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        *,
-        unit_offset: bool = False,
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `ops.rms_norm`; x may also be [N, heads, H]. unit_offset: Gemma's (1 + weight)."""
-        return rms_norm.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+        """See `ops.rms_norm`; x may also be [N, heads, H]."""
+        return rms_norm.rms_norm(x, weight, eps, residual)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `ops.silu_mul`."""
         return gated.silu_mul(gate_up)
 
-    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gelu(gate) * up, tanh approximation."""
-        return gated.gelu_tanh_mul(gate_up)
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `ops.gelu_mul`."""
+        return gated.gelu_mul(gate_up)
 
     def rope(self, x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Rotate x [N, heads, hs] into out, which may be x."""
@@ -122,7 +118,7 @@ class TritonKernels:
 
     def prepare(self, plan: AttentionPlan, device: torch.device) -> DevicePlan:
         """Upload a step. `paged_attention` does it by itself the first time it sees a plan."""
-        return device_plan(plan, self._card, device, deterministic=self._deterministic)
+        return device_plan(plan, self._card, device)
 
     def static_plan(
         self, layout: KVLayout, num_heads: int, num_seqs: int, max_blocks: int, device: torch.device
@@ -142,10 +138,10 @@ class TritonKernels:
         layer: int,
         plan: AttentionPlan,
         scale: float,
-        *,
         window: int = 0,
         softcap: float = 0.0,
         lse: torch.Tensor | None = None,
+        *,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
         """See `ops.paged_attention`, and paged_decode for the keywords. Raises ValueError when e4m3 lacks scales."""

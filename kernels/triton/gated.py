@@ -43,6 +43,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return _launch(gate_up, gelu=False)
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up with the tanh approximation of gelu."""
     return _launch(gate_up, gelu=True)

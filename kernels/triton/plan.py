@@ -100,17 +100,16 @@ def device_plan(
     card: Card,
     device: torch.device,
     *,
-    deterministic: bool = False,
     decode: TileShape | None = None,
     prefill: TileShape | None = None,
 ) -> DevicePlan:
     """Sort the step's rows into the two kernels' tiles and upload them.
 
-    A sequence with one query row is served by paged_decode, any other by paged_prefill. deterministic: all rows go
-    through paged_prefill with one tile size and no splits, so that a row's bits do not depend on its step. decode and
-    prefill: tiles to try instead of those that tiles.py chooses.
+    A sequence with one query row is served by paged_decode, any other by paged_prefill. In a deterministic plan all
+    rows go through paged_prefill with one tile size and no splits, so that a row's bits do not depend on its step.
+    decode and prefill: tiles to try instead of those that tiles.py chooses.
     """
-    layout, group = plan.layout, plan.num_heads // plan.layout.num_kv_heads
+    layout, group, deterministic = plan.layout, plan.num_heads // plan.layout.num_kv_heads, plan.deterministic
     bytes_, size = layout.dtype.itemsize, layout.head_size
     counts = np.diff(plan.query_start)
     order = np.arange(len(counts), dtype=np.int32)

@@ -1,8 +1,9 @@
 """Root-mean-square norm of rows, with the residual sum before it fused in.
 
-x [N, H] or [N, heads, H] (the norm of each head), last axis dense, rows may be strided, heads are dense; weight [H];
-residual: as x but fully dense; out: dense, allocated by the wrapper. One program per row of H elements, which it holds
-in registers: the row is read once. Arithmetic is float32; the sum with the residual is rounded to the dtype first.
+x [N, H] or [N, heads, H] (the norm of each head), last axis dense, rows may be strided, heads are dense; weight [H] in
+x's dtype, or in float32, which is multiplied before the only rounding; residual: as x but fully dense; out: dense,
+allocated by the wrapper. One program per row of H elements, which it holds in registers: the row is read once.
+Arithmetic is float32; the sum with the residual is rounded to the dtype first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ def rms_norm_kernel(
     x_stride,
     heads: tl.constexpr,
     size: tl.constexpr,
-    unit_offset: tl.constexpr,
 ):
     """One program: a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -35,30 +35,19 @@ def rms_norm_kernel(
         tl.store(residual_ptr + row * size + dims, x, mask=mask)
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
-    if unit_offset:
-        scaled *= weight + 1.0
-    else:
-        scaled = scaled.to(x.dtype).to(tl.float32) * weight
+    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
+    if weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    scaled *= weight.to(tl.float32)
     tl.store(out_ptr + row * size + dims, scaled.to(x.dtype), mask=mask)
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    *,
-    unit_offset: bool = False,
-) -> torch.Tensor:
-    """Normalise, round to the dtype, multiply by weight: a new dense tensor; residual += x happens first, in place.
-
-    unit_offset: Gemma's form, times (1 + weight) in float32 before the only rounding.
-    """
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Normalise, round to the dtype, multiply by weight: a new dense tensor; residual += x happens first, in place."""
     size, heads = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     warps = min(max(triton.next_power_of_2(size) // 512, 1), 16)  # 16 elements a thread: two 16-byte loads
     rms_norm_kernel[(len(x) * heads,)](
-        out, x, weight, residual, eps, x.stride(0), heads, size, unit_offset, num_warps=warps, enable_fp_fusion=True
+        out, x, weight, residual, eps, x.stride(0), heads, size, num_warps=warps, enable_fp_fusion=True
     )
     return out

@@ -25,10 +25,14 @@ from tournant.workers.weights import load_checkpoint
 OTHER_TYPES = [kind for kind in Kind if kind in GGML_QUANT_SIZES and kind not in TENSOR_TYPES]
 
 
-def first_tokens(file: Path, dtype: str, prompts: list[list[int]], cache: Path) -> list[int]:
+def first_tokens(
+    file: Path, dtype: str, prompts: list[list[int]], cache: Path, quantization: str = "auto"
+) -> list[int]:
     """What the engine answers each prompt with, run on the file in this dtype."""
     files = resolve_model(str(file), dtype, cache)
-    config = EngineConfig(device="cpu", dtype=dtype, kv_cache_bytes=1 << 22, enable_prefix_caching=False)
+    config = EngineConfig(
+        device="cpu", dtype=dtype, quantization=quantization, kv_cache_bytes=1 << 22, enable_prefix_caching=False
+    )
     answers = Session(build_engine(config, files, writer_id=1)[0]).ask(prompts, max_tokens=1)
     return [token for (token,) in answers]
 
@@ -83,7 +87,7 @@ def test_case_61_every_claimed_type_loads(tmp_path: Path, kind: Kind) -> None:
     for name, values in expected.items():
         assert torch.equal(checkpoint.take(name, values.shape, torch.float32), torch.from_numpy(values)), name
     prompts, tokens = clear_prompts(file, 8)
-    assert first_tokens(file, "float32", prompts, tmp_path) == tokens
+    assert first_tokens(file, "float32", prompts, tmp_path, "dequantize") == tokens
 
 
 @pytest.mark.case(61)

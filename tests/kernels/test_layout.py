@@ -52,6 +52,22 @@ def test_kv_form_names_the_dtype() -> None:
     assert forms == ["bf16", "fp16", "fp32"]
 
 
+def test_fp8_blocks_count_their_scales() -> None:
+    e4m3, e5m2 = (replace(LAYOUT, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    assert (e4m3.kv_form, e5m2.kv_form) == ("fp8_e4m3", "fp8_e5m2")
+    assert e5m2.block_bytes == e5m2.allocate(1)[0].nbytes == LAYOUT.block_bytes // 2
+    assert e5m2.allocate_scales(3) is None
+    scales = e4m3.allocate_scales(3)
+    assert scales is not None
+    assert (scales.shape, scales.dtype) == ((3, 30, 2, 3), torch.float32)
+    assert e4m3.block_bytes == e4m3.allocate(1)[0].nbytes + scales[0].nbytes
+    assert e4m3.num_blocks_for(e4m3.block_bytes * 2 + e4m3.token_bytes) == 2
+    assert e4m3.block_offset(2) == 2 * e4m3.allocate(1)[0].nbytes
+    assert (
+        e4m3.layout_id == e5m2.layout_id == LAYOUT.layout_id
+    )  # the form is a part of the namespace, not of the layout
+
+
 def test_layout_id_golden() -> None:
     assert LAYOUT.layout_id.hex() == "8a0a9aed6e50ee7a9bcadf84b5464f16fb1170618eb04946b469f6a98d4a914a"
     other = replace(LAYOUT, block_tokens=64, head_size=128, rope_digest=bytes(range(32)))

@@ -39,6 +39,8 @@ def expected_tokens(prompt: list[int], count: int, seed: int = 0, stop: frozense
 class FakeRunner:
     """Carries batches out on a dict of slots; every entry reads its whole context back before it yields a token."""
 
+    num_in_flight = 1
+
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.kv: dict[tuple[int, int], int] = {}

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tournant.workers.config import EngineConfig
+from tournant.workers.device import Device
 from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.messages import EngineRequest, RequestOutput
@@ -23,14 +24,14 @@ def files_of(folder: Path) -> ModelFiles:
     return resolve_model(str(folder))
 
 
-def make_engine(folder: Path, num_blocks: int = 64, **config: object) -> Engine:
+def make_engine(folder: Path, num_blocks: int = 64, on: Device | None = None, **config: object) -> Engine:
     """An engine in fp32 and deterministic mode unless told otherwise; `num_blocks` blocks of 16 tokens."""
     fields: dict[str, object] = {"dtype": "float32", "deterministic": True, "device": "cpu", "num_threads": 1} | config
     decoder = read_decoder_config(folder)
     block_tokens = fields.get("block_tokens") or 16
     token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
     fields["kv_cache_bytes"] = num_blocks * int(block_tokens) * token_bytes  # type: ignore[call-overload]
-    return build_engine(EngineConfig(**fields), files_of(folder), writer_id=1)[0]  # type: ignore[arg-type]
+    return build_engine(EngineConfig(**fields), files_of(folder), 1, on)[0]  # type: ignore[arg-type]
 
 
 class Session:

@@ -9,6 +9,7 @@ import torch
 
 from tournant.kernels.layout import KVLayout
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch
+from tournant.workers.device import CpuDevice
 from tournant.workers.forward_input import ROW_MULTIPLE, InputBuilder
 
 LAYOUT = KVLayout(1, 2, 8, 16, torch.float32)
@@ -33,12 +34,12 @@ def random_batch(rng: random.Random, max_seqs: int) -> tuple[Batch, dict[int, li
     return batch, tables
 
 
-@pytest.mark.parametrize("pad", [False, True])
-def test_against_a_loop(pad: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_against_a_loop(deterministic: bool) -> None:
     rng = random.Random(1)
     for _ in range(30):
-        builder = InputBuilder(LAYOUT, 4, 6, 8, pad_rows=pad)
-        builder.last_tokens[:] = range(100, 106)
+        builder = InputBuilder(LAYOUT, 4, 6, 8, CpuDevice(), deterministic=deterministic)
+        builder.last_tokens.copy_(torch.arange(100, 106))
         batch, tables = random_batch(rng, 6)
         step = builder.build(batch)
         ids, positions, slots, ends, at = [], [], [], [], 0
@@ -51,9 +52,14 @@ def test_against_a_loop(pad: bool) -> None:
                 at += 1
             ends.append(at - 1)
         assert step.num_tokens == at
-        padding = -at % ROW_MULTIPLE if pad else 0
+        padding = -at % ROW_MULTIPLE if deterministic else 0
         assert step.input_ids.tolist() == ids + [0] * padding
         assert step.rope_positions.tolist() == positions + [0] * padding
         assert step.slot_mapping.tolist() == slots + [-1] * padding
         assert step.sample_rows.tolist() == [ends[entry] for entry in batch.sampling]
+        assert step.sample_seqs.tolist() == [batch.rows[entry] for entry in batch.sampling]
+        assert step.only_decodes == all(count == 1 for count in batch.counts)
         assert step.plan.num_tokens == at
+        assert step.plan.deterministic == deterministic
+        builder.remember(step, torch.arange(len(batch.sampling)) + 900)
+        assert builder.last_tokens[step.sample_seqs].tolist() == list(range(900, 900 + len(batch.sampling)))

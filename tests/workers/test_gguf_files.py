@@ -11,12 +11,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFValueType as Type
+from gguf import dequantize
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import tiny_gguf
 from tests.helpers.reference import _load as load_reference  # stays loaded for all tests of a run
 from tests.helpers.tiny_gguf import SMALL, WIDE, build_tiny_gguf
+from tournant.kernels.quantized import KINDS
 from tournant.workers import gguf_files
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_architectures import TENSOR_TYPES
@@ -133,6 +135,23 @@ def test_pieces_join_to_the_whole(
     found = load_file(convert_gguf(path, "float32", tmp_path) / "model.safetensors")
     for name, values in expected.items():
         assert torch.equal(found[name], torch.from_numpy(values))
+
+
+@pytest.mark.parametrize("kind", TENSOR_TYPES, ids=lambda kind: kind.name)
+def test_rows_as_they_are_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    """Beside the dequantised weights, in the same order of rows; only matrices of types that can be multiplied so."""
+    monkeypatch.setattr(gguf_files, "CHUNK_ELEMENTS", 7 * WIDE.hidden)
+    path = tmp_path / "tiny.gguf"
+    expected = build_tiny_gguf(path, kind=kind, kinds={"blk.1.ffn_up.weight": Kind.F16}, shape=WIDE)
+    found = convert_gguf(path, "float32", tmp_path) / gguf_files.QUANTIZED_NAME
+    if kind.name not in KINDS:
+        assert not found.exists()
+        return
+    rows = load_file(found)
+    matrices = {name for name, values in expected.items() if values.ndim == 2} - {"model.layers.1.mlp.up_proj.weight"}
+    assert rows.keys() == {f"{name}.{kind.name}" for name in matrices}
+    for name in matrices:
+        assert np.array_equal(dequantize(rows[f"{name}.{kind.name}"].numpy(), kind), expected[name]), name
 
 
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:

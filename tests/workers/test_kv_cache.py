@@ -8,17 +8,17 @@ import torch
 from tournant.kernels.layout import KVLayout
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
-from tournant.workers.kv_cache import DEFAULT_POOL_BYTES, KVCache, available_memory_bytes, pool_blocks
+from tournant.workers.kv_cache import DEFAULT_POOL_BYTES, KVCache, available_memory_bytes, cpu_pool_blocks
 
 LAYOUT = KVLayout(2, 2, 16, 64, torch.float32)  # blocks of 32 KiB
 
 
 def test_the_pool_is_what_was_asked_for_or_bounded_by_memory() -> None:
-    assert pool_blocks(EngineConfig(kv_cache_bytes=10 * LAYOUT.block_bytes + 5), LAYOUT) == 10
-    default = pool_blocks(EngineConfig(), LAYOUT) * LAYOUT.block_bytes
+    assert cpu_pool_blocks(EngineConfig(kv_cache_bytes=10 * LAYOUT.block_bytes + 5), LAYOUT) == 10
+    default = cpu_pool_blocks(EngineConfig(), LAYOUT) * LAYOUT.block_bytes
     assert 0 < default <= min(DEFAULT_POOL_BYTES, available_memory_bytes())
     with pytest.raises(ConfigError, match=f"at least {LAYOUT.block_bytes}"):
-        pool_blocks(EngineConfig(kv_cache_bytes=LAYOUT.block_bytes - 1), LAYOUT)
+        cpu_pool_blocks(EngineConfig(kv_cache_bytes=LAYOUT.block_bytes - 1), LAYOUT)
 
 
 def test_copies_happen_in_order_even_when_they_chain() -> None:

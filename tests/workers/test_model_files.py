@@ -18,6 +18,7 @@ from tests.helpers.tiny_gguf import build_tiny_gguf
 from tests.helpers.tiny_model import build_tiny_model
 from tournant.workers import local_cache, model_files
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.gguf_files import QUANTIZED_NAME
 from tournant.workers.local_cache import MEMO_NAME
 from tournant.workers.model_files import ModelFiles, check_supported, resolve_model, weights_id
 from tournant.workers.weights import load_checkpoint
@@ -304,6 +305,8 @@ def test_gguf_file(tmp_path: Path) -> None:
     assert found.name == "tiny.Q8"
     assert found.folder.parent == tmp_path / "cache" / "converted"
     assert found.weights_id == weights_id(found.folder, tmp_path / "other")
+    (found.folder / QUANTIZED_NAME).write_bytes(b"rows")
+    assert found.weights_id != weights_id(found.folder, tmp_path / "other")
     assert resolve_model(str(path), dtype="float16", cache_dir=tmp_path / "cache").weights_id != found.weights_id
 
 

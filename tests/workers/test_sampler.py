@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tournant.workers.batch import RowState
-from tournant.workers.sampler import LOGPROB_FLOOR, Sampler, token_logprobs, uniform
+from tournant.workers.device import CpuDevice
+from tournant.workers.sampler import LOGPROB_FLOOR, Logprobs, Sampler, _draw, draw_together, uniform
 from tournant.workers.sampling_params import SamplingParams
 
 VOCAB = 50
+CPU = CpuDevice()
 
 
 def choose(
@@ -26,11 +28,10 @@ def choose(
     eos: tuple[int, ...] = (),
     **params: object,
 ) -> int:
-    sampler = Sampler(len(logits), 4, eos)
+    sampler = Sampler(len(logits), 4, eos, CPU)
     fields = SamplingParams(**({"seed": 1} | params))  # type: ignore[arg-type]
     sampler.start(RowState(0, list(tokens), num_prompt, fields, fields.seed or 0, index))
-    chosen, _ = sampler.sample(logits.clone()[None], [0], np.asarray([position]))
-    return int(chosen[0])
+    return int(sampler.sample(logits.clone()[None], [0], np.asarray([position])).tokens)
 
 
 def spread(logits: torch.Tensor, **params: object) -> Counter[int]:
@@ -105,11 +106,11 @@ def test_penalties_count_what_they_should() -> None:
 
 
 def test_penalties_follow_tokens_as_they_are_chosen() -> None:
-    sampler = Sampler(VOCAB, 1, ())
+    sampler = Sampler(VOCAB, 1, (), CPU)
     flat = torch.zeros(VOCAB)
     flat[:4] = torch.tensor([1.0, 0.9, 0.8, 0.7])
     sampler.start(RowState(0, [9], 1, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, 0))
-    chosen = [int(sampler.sample(flat.clone()[None], [0], np.asarray([1 + i]))[0][0]) for i in range(4)]
+    chosen = [int(sampler.sample(flat.clone()[None], [0], np.asarray([1 + i])).tokens) for i in range(4)]
     assert chosen == [0, 1, 2, 3]
 
 
@@ -123,10 +124,10 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
         {"min_p": 0.1},
         {},
     ]
-    sampler = Sampler(VOCAB, 6, ())
+    sampler = Sampler(VOCAB, 6, (), CPU)
     for row, kind in enumerate(kinds):
         sampler.start(RowState(row, [1, 2], 2, SamplingParams(seed=row, **kind), row, 0))  # type: ignore[arg-type]
-    together, _ = sampler.sample(batch.clone(), list(range(6)), np.full(6, 2))
+    together = sampler.sample(batch.clone(), list(range(6)), np.full(6, 2)).tokens
     alone = [choose(batch[row], position=2, tokens=(1, 2), **({"seed": row} | kind)) for row, kind in enumerate(kinds)]
     assert together.tolist() == alone
 
@@ -138,17 +139,21 @@ def test_answers_of_one_request_differ_and_repeat(logits: torch.Tensor) -> None:
 
 
 def test_logprobs_are_of_the_raw_logits_and_finite(logits: torch.Tensor) -> None:
-    sampler = Sampler(VOCAB, 1, ())
+    sampler = Sampler(VOCAB, 1, (), CPU)
     params = SamplingParams(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
     sampler.start(RowState(0, [1], 1, params, 0, 0))
-    tokens, found = sampler.sample(logits.clone()[None], [0], np.asarray([1]))
+    sampled = sampler.sample(logits.clone()[None], [0], np.asarray([1]))
     reference = logits.log_softmax(-1)
-    assert tokens[0] == 7
-    assert found[0].logprob == pytest.approx(float(reference[7]))
-    assert [token for token, _ in found[0].top] == reference.topk(3).indices.tolist()
+    assert sampled.tokens.tolist() == [7]
+    assert sampled.wants == [0]
+    assert sampled.logprobs is not None
+    (found,) = sampled.logprobs.read(sampled.logprobs.tensors)
+    assert found.logprob == pytest.approx(float(reference[7]))
+    assert [token for token, _ in found.top] == reference.topk(3).indices.tolist()
     minus = torch.full((1, VOCAB), -math.inf)
     minus[0, 3] = 0.0
-    (entry,) = token_logprobs(minus, [4], [2])
+    floor = Logprobs(minus, torch.tensor([4]), [2])
+    (entry,) = floor.read(floor.tensors)
     assert entry.logprob == LOGPROB_FLOOR
     assert [value for _, value in entry.top] == [0.0, LOGPROB_FLOOR]
 
@@ -159,3 +164,31 @@ def test_nothing_left_to_choose_from_is_no_crash(params: dict, logits: torch.Ten
     everything = tuple(range(VOCAB))
     assert 0 <= choose(logits, eos=everything, min_tokens=9, **params) < VOCAB
     assert choose(torch.full((VOCAB,), float("nan")), **params) == 0
+
+
+def test_rows_drawn_together_are_those_drawn_alone() -> None:
+    """What a GPU does for many rows at once against what the CPU does row by row."""
+    rng = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(4)
+    kinds = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"top_p": 1e-9},
+        {"min_p": 0.2},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
+    ]
+    kinds += [{"temperature": 0.3}, {"temperature": 1.7, "top_p": 0.95}, {"top_k": 1}, {"top_k": VOCAB}]
+    for some in (kinds, [{}, {"min_p": 0.3}]):  # with and without a row that needs sorting
+        params = [SamplingParams(**{"temperature": 1.0, **some[i % len(some)]}) for i in range(200)]  # type: ignore[arg-type]
+        logits = torch.randn(200, VOCAB, generator=generator) * 3
+        logits[7] = float("nan")
+        logits[8] = float("-inf")
+        logits[9, :40] = float("-inf")
+        logits[10] = 1.0  # ties: top_k keeps them all
+        draws = rng.random(200).tolist()
+        draws[:3] = [0.0, 1.0 - 2.0**-53, 0.5]
+        together = draw_together(logits.clone(), params, draws, CPU)
+        alone = [_draw(row, param, draw) for row, param, draw in zip(logits, params, draws, strict=True)]
+        assert together.tolist() == alone
+        assert len(set(alone)) > 20

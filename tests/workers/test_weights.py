@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tournant.workers.errors import ModelFormatError
+from tournant.workers.gguf_files import QUANTIZED_NAME
 from tournant.workers.model_files import INDEX_NAME
 from tournant.workers.weights import Checkpoint, load_checkpoint
 
@@ -173,3 +174,47 @@ def test_a_folder_without_index_is_one_file_where_that_is_clear(tmp_path: Path) 
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
     assert torch.equal(load_checkpoint(tmp_path).take("a", (2,), torch.float32), torch.ones(2))
+
+
+def test_quantised_rows(tmp_path: Path) -> None:
+    """Where the folder has them, beside the same tensor in its dtype; taking either counts as use."""
+    rows = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    save_file({"a": torch.ones(3, 64), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert not load_checkpoint(tmp_path).has_quantized
+    save_file({"a.Q4_1": rows}, tmp_path / QUANTIZED_NAME)
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint.has_quantized
+    assert checkpoint.names() == ["a", "b"]
+    assert checkpoint.take_quantized("b", (2, 32)) is None
+    kind, found = checkpoint.take_quantized("a", (3, 64)) or ("", torch.empty(0))
+    assert kind == "Q4_1"
+    assert torch.equal(found, rows)
+    assert checkpoint.unused() == ["b"]
+    for shape in ((3, 32), (4, 64), (3, 65)):
+        with pytest.raises(ModelFormatError, match=r"tensor a.Q4_1 is U8 \[3, 40\]; config.json makes it U8"):
+            checkpoint.take_quantized("a", shape)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a.Q6_K": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}, "a.Q6_K occurs twice or is of no type"),
+        ({"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}, "tensor a occurs twice or is of no type of"),
+        (
+            {
+                "a.Q4_0": {"dtype": "U8", "shape": [18], "data_offsets": [0, 18]},
+                "a.Q4_1": {"dtype": "U8", "shape": [20], "data_offsets": [18, 38]},
+            },
+            "tensor a.Q4_1 occurs twice",
+        ),
+        ({"a.Q4_0": {"dtype": "U8", "shape": [65], "data_offsets": [0, 64]}}, "does not fill its 64 bytes"),
+        ({"a.Q4_0": {"dtype": "U8", "shape": [65], "data_offsets": [0, 65]}}, "truncated or damaged"),
+    ],
+)
+def test_damaged_quantised_rows(tmp_path: Path, header: dict[str, Any], message: str) -> None:
+    save_file({"a": torch.ones(3, 64)}, tmp_path / "model.safetensors")
+    write(tmp_path / QUANTIZED_NAME, header)
+    with pytest.raises(ModelFormatError) as caught:
+        load_checkpoint(tmp_path)
+    assert message in str(caught.value)
+    assert QUANTIZED_NAME in str(caught.value)

@@ -6,16 +6,18 @@ sequences of a step, one after another; nothing here knows which row belongs to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding
 
 from tournant.kernels import ops
+from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.layout import KVLayout
 from tournant.workers.forward_input import ForwardInput
 from tournant.workers.models.decoder_config import DecoderConfig
-from tournant.workers.models.linear import Linear
+from tournant.workers.models.linear import Linear, QuantizedLinear
 from tournant.workers.weights import Checkpoint
 
 REVISION = "decoder-3"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
@@ -29,10 +31,10 @@ class LayerWeights:
     attention_out_norm and mlp_out_norm normalise what is added to the residual (Gemma), None elsewhere.
     """
 
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: Linear | QuantizedLinear
+    o: Linear | QuantizedLinear
+    gate_up: Linear | QuantizedLinear
+    down: Linear | QuantizedLinear
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
     q_norm: torch.Tensor | None = None
@@ -40,25 +42,44 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> LayerWeights:
+        """The same weights on a device."""
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            part = getattr(self, field.name)
+            moved[field.name] = None if part is None else part.to(device)
+        return LayerWeights(**moved)
+
 
 class Decoder:
     """A model on one device in one dtype. `forward` then `logits`; both are pure but for the KV they store.
 
-    packed: weights in the layout that is multiplied fastest; a row's bits then depend on how many there are.
+    packed: weights in the layout that is multiplied fastest; a row's bits then depend on how many there are. native:
+    matrices that the checkpoint has quantised are multiplied so, the others as ever. Layers go to the device one by
+    one, so that the CPU's memory need not hold them all.
     """
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        packed: bool,
+        native: bool = False,
+    ) -> None:
         self.config = config
         self.dtype = dtype
-        self._ropes = [rope.table(config.max_model_len) for rope in config.ropes]
+        self._ropes = [rope.table(config.max_model_len).to(device) for rope in config.ropes]
         self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[config.activation]
         vocab_shape = (config.vocab_size, config.hidden_size)
-        self._embedding = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype)
-        loader = _LayerLoader(config, checkpoint, dtype, packed)
-        self._layers = [loader.load(index) for index in range(config.num_layers)]
-        self._norm = loader.norm("model.norm.weight", config.hidden_size)
-        head = self._embedding if config.tied_embeddings else checkpoint.take("lm_head.weight", vocab_shape, dtype)
-        self._head = Linear(head, None, packed=packed)
+        self._embedding = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype).to(device)
+        loader = _LayerLoader(config, checkpoint, dtype, packed, native)
+        self._layers = [loader.load(index).to(device) for index in range(config.num_layers)]
+        self._norm = loader.norm("model.norm.weight", config.hidden_size).to(device)
+        self._head = loader.head(self._embedding).to(device)
+        self._fused = self._fuse() if native and ops.backend(device) == "c" else None
 
     def layout(self, block_tokens: int, *, long: bool = False) -> KVLayout:
         """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences."""
@@ -72,9 +93,45 @@ class Decoder:
         if self.config.embedding_scale != 1.0:
             residual.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_eps)
+        if self._fused is not None:
+            ops.decoder_layers(
+                self._fused, hidden, residual, kv_cache, step.plan, step.rope_positions, step.slot_mapping
+            )
+            return hidden
         for index in range(len(self._layers)):
             hidden = self.layer(index, hidden, residual, step, kv_cache, cache_layer=index)
         return hidden
+
+    def _fuse(self) -> FusedLayers | None:
+        """The layers for one call with the same bits; None when one has parts that such a call does not know."""
+        config, parts = self.config, []
+        for index, (weights, kind) in enumerate(zip(self._layers, config.layers, strict=True)):
+            qkv, o, gate_up, down = (
+                linear.matrix if isinstance(linear, QuantizedLinear) else None
+                for linear in (weights.qkv, weights.o, weights.gate_up, weights.down)
+            )
+            if qkv is None or o is None or gate_up is None or down is None:
+                return None
+            if weights.q_norm is not None or weights.attention_out_norm is not None:
+                return None
+            table = None if kind.rope is None else self._ropes[kind.rope]
+            norms = (weights.mlp_norm, self._norm_after(index))
+            parts.append(LayerParts(qkv, o, gate_up, down, *norms, table, kind.window))
+        return FusedLayers(
+            parts,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            eps=config.rms_eps,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            gelu=config.activation == "gelu_tanh",
+            dtype=self.dtype,
+        )
+
+    def _norm_after(self, index: int) -> torch.Tensor:
+        """The norm that follows a layer."""
+        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
 
     def layer(
         self,
@@ -95,8 +152,7 @@ class Decoder:
         hidden = weights.down(gated)
         if weights.mlp_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.mlp_out_norm, eps)
-        next_norm = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
-        return ops.rms_norm(hidden, next_norm, eps, residual)
+        return ops.rms_norm(hidden, self._norm_after(index), eps, residual)
 
     def _attention(
         self, index: int, hidden: torch.Tensor, step: ForwardInput, kv_cache: torch.Tensor, cache_layer: int
@@ -113,7 +169,7 @@ class Decoder:
         else:
             table = self._ropes[kind.rope]
             ops.rope_store_kv(q, k, v, table, step.rope_positions, kv_cache, cache_layer, step.slot_mapping)
-        attended = torch.empty(q.shape, dtype=q.dtype)
+        attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ops.paged_attention(
             attended,
             q,
@@ -138,8 +194,11 @@ class Decoder:
 class _LayerLoader:
     """Reads layers by their HF names, joining what the decoder multiplies at once."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, packed: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, packed: bool, native: bool
+    ) -> None:
         self._packed = packed
+        self._native = native
         self._config = config
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -179,11 +238,29 @@ class _LayerLoader:
             return self._checkpoint.take(name, (size,), torch.float32) + 1.0
         return self._checkpoint.take(name, (size,), self._dtype)
 
-    def _joined(self, prefix: str, names: list[str], rows: list[int], columns: int, biased: bool) -> Linear:
-        take, dtype = self._checkpoint.take, self._dtype
-        parts = [take(f"{prefix}{name}.weight", (n, columns), dtype) for name, n in zip(names, rows, strict=True)]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+    def head(self, embedding: torch.Tensor) -> Linear | QuantizedLinear:
+        """From hidden states to logits; `embedding` serves where the two are one."""
+        config = self._config
+        name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        shape = (config.vocab_size, config.hidden_size)
+        if self._native and (part := self._checkpoint.take_quantized(name, shape)) is not None:
+            return QuantizedLinear([part], out_dtype=torch.float32)
+        weight = embedding if config.tied_embeddings else self._checkpoint.take(name, shape, self._dtype)
+        return Linear(weight, None, packed=self._packed)
+
+    def _joined(
+        self, prefix: str, names: list[str], rows: list[int], columns: int, biased: bool
+    ) -> Linear | QuantizedLinear:
+        checkpoint, dtype = self._checkpoint, self._dtype
+        shapes = {f"{prefix}{name}.weight": (n, columns) for name, n in zip(names, rows, strict=True)}
         bias = None
         if biased:
-            bias = torch.cat([take(f"{prefix}{name}.bias", (n,), dtype) for name, n in zip(names, rows, strict=True)])
-        return Linear(weight, bias, packed=self._packed)
+            biases = zip(names, rows, strict=True)
+            bias = torch.cat([checkpoint.take(f"{prefix}{name}.bias", (n,), dtype) for name, n in biases])
+        if self._native:
+            quantized = [checkpoint.take_quantized(name, shape) for name, shape in shapes.items()]
+            found = [part for part in quantized if part is not None]
+            if len(found) == len(shapes):
+                return QuantizedLinear(found, bias)
+        parts = [checkpoint.take(name, shape, dtype) for name, shape in shapes.items()]
+        return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias, packed=self._packed)

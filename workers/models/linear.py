@@ -2,12 +2,18 @@
 
 Owns the one use of torch's oneDNN operations with prepacked weights (private to torch, used by its compiler): the plain
 call reorders a 16-bit weight every time it is multiplied. Without them, or where bits must not depend on the number of
-rows, the plain call serves.
+rows, the plain call serves. Matrices that are multiplied as a GGUF file quantised them go through kernels of our own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
+
+from tournant.kernels import ops
+from tournant.kernels.quantized import QuantizedMatrix, pack
 
 PACKED_FOR_ROWS = 32  # the number of rows the layout is chosen for; measured best or equal from 1 to 512
 
@@ -32,9 +38,60 @@ class Linear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if packed else weight
         self._bias = bias
 
+    def to(self, device: torch.device) -> Linear:
+        """The same weights on a device; packed ones stay on the CPU. Weights that are there already are shared."""
+        if device.type != "cpu":
+            self._weight = self._weight.to(device)
+            self._bias = None if self._bias is None else self._bias.to(device)
+        return self
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product; x needs dense rows."""
         if self._packed:
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return product
         return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
+class QuantizedLinear:
+    """As `Linear`, of matrices whose outputs lie side by side, multiplied as they are quantised, on the CPU.
+
+    parts: (type, rows) of each matrix, see `Checkpoint.take_quantized`; bias [all outputs]; out_dtype: of the product,
+    None = that of x. A row's bits do not depend on how many there are.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, torch.Tensor]],
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._matrices: list[QuantizedMatrix] = []
+        self._outputs = 0
+        self._out_dtype = out_dtype
+        for kind, group in groupby(parts, key=lambda part: part[0]):
+            rows = torch.cat([part[1] for part in group])
+            end = self._outputs + len(rows)
+            self._matrices.append(pack(kind, rows, None if bias is None else bias[self._outputs : end]))
+            self._outputs = end
+
+    @property
+    def matrix(self) -> QuantizedMatrix | None:
+        """All of it, where it is one matrix."""
+        return self._matrices[0] if len(self._matrices) == 1 else None
+
+    def to(self, device: torch.device) -> QuantizedLinear:
+        """Itself: it computes on the CPU alone. Raises ValueError for another device."""
+        if device.type != "cpu":
+            raise ValueError(f"quantised matrices are multiplied on the CPU; the device is {device}")
+        return self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product; x needs dense rows."""
+        product = torch.empty((len(x), self._outputs), dtype=self._out_dtype or x.dtype)
+        start = 0
+        for matrix in self._matrices:
+            out = product if len(self._matrices) == 1 else product[:, start : start + matrix.outputs]
+            ops.quantized_linear(out, x, matrix)
+            start += matrix.outputs
+        return product

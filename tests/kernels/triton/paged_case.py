@@ -10,10 +10,9 @@ import torch
 
 from tests.helpers.triton_interpreter import KERNELS
 from tests.kernels.kernel_case import LAYER, Case
-from tournant.kernels import reference, reference_extra
+from tournant.kernels import reference
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import AttentionPlan, make_plan
-from tournant.kernels.triton.backend import TritonKernels
 
 FORMS = {"plain": None, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -29,27 +28,25 @@ class PagedCase(Case):
         if form == "e4m3":
             self.kv_scales = torch.full((len(self.kv_cache), layout.num_layers, 2, layout.num_kv_heads), float("nan"))
         slots = torch.from_numpy(np.concatenate([self.slots(i, 0, length) for i, length in enumerate(lengths)]))
-        if self.kv_scales is not None:
-            reference_extra.store_kv_e4m3(self.k, self.v, self.kv_cache, self.kv_scales, LAYER, slots)
-        elif dtype:
-            reference_extra.store_kv_e5m2(self.k, self.v, self.kv_cache, LAYER, slots)
-        else:
-            reference.store_kv(self.k, self.v, self.kv_cache, LAYER, slots)
+        reference.store_kv(self.k, self.v, self.kv_cache, LAYER, slots, kv_scales=self.kv_scales)
 
-    def step(self, parts: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, AttentionPlan]:
+    def step(
+        self, parts: Sequence[tuple[int, int, int]], *, deterministic: bool = False
+    ) -> tuple[torch.Tensor, AttentionPlan]:
         """q and plan of one step that computes (sequence, start, stop) of each part."""
         q = torch.cat([self.q[self.rows(*part)] for part in parts])
         starts = np.concatenate([[0], np.cumsum([stop - start for _, start, stop in parts])])
         tables = self.tables[[seq for seq, _, _ in parts]]
-        return q, make_plan(tables, starts, [stop for _, _, stop in parts], self.layout, self.num_heads)
+        contexts = [stop for _, _, stop in parts]
+        return q, make_plan(tables, starts, contexts, self.layout, self.num_heads, deterministic=deterministic)
 
     def run(
-        self, parts: Sequence[tuple[int, int, int]], kernels: TritonKernels = KERNELS, **options: Any
+        self, parts: Sequence[tuple[int, int, int]], *, deterministic: bool = False, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
         """out, lse and the plan (with what the back end prepared) of one step through the kernels."""
-        q, plan = self.step(parts)
+        q, plan = self.step(parts, deterministic=deterministic)
         out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"))
-        kernels.paged_attention(
+        KERNELS.paged_attention(
             out, q, self.kv_cache, LAYER, plan, self.scale, lse=lse, kv_scales=self.kv_scales, **options
         )
         return out, lse, plan
@@ -58,7 +55,7 @@ class PagedCase(Case):
         """out and lse of the same step by the twin, in float32."""
         q, plan = self.step(parts)
         out, lse = torch.full(q.shape, float("nan")), torch.full(q.shape[:2], float("nan"))
-        reference_extra.paged_attention(
+        reference.paged_attention(
             out, q, self.kv_cache, LAYER, plan, self.scale, lse=lse, kv_scales=self.kv_scales, **options
         )
         return out, lse

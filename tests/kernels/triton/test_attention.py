@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.triton_interpreter import H200, KERNELS, TritonKernels
+from tests.helpers.triton_interpreter import KERNELS
 from tests.kernels.kernel_case import LAYER
 from tests.kernels.triton.paged_case import PagedCase
-from tournant.kernels import reference_extra
+from tournant.kernels import reference
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import make_plan
 
@@ -144,16 +144,11 @@ def test_what_does_not_fit_a_static_plan_is_refused() -> None:
 
 def test_deterministic_rows_do_not_depend_on_their_step() -> None:
     case = PagedCase(KVLayout(2, 2, 16, 64, FP32), [200, 90], 4)
-    kernels = TritonKernels(H200, deterministic=True)
-    whole = kernels_rows(case, kernels, [(0, 0, 200), (1, 0, 90)])
+    whole = case.run([(0, 0, 200), (1, 0, 90)], deterministic=True)[0]
     for start, stop in ((0, 7), (7, 100), (100, 199), (199, 200)):
-        part = kernels_rows(case, kernels, [(1, 88, 90), (0, start, stop)])
+        part = case.run([(1, 88, 90), (0, start, stop)], deterministic=True)[0]
         assert torch.equal(part[2:], whole[start:stop])
         assert torch.equal(part[:2], whole[288:290])
-
-
-def kernels_rows(case: PagedCase, kernels: TritonKernels, parts: list[tuple[int, int, int]]) -> torch.Tensor:
-    return case.run(parts, kernels)[0]
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -167,7 +162,7 @@ def test_offsets_beyond_32_bits() -> None:
     plan = make_plan([[blocks - 1]], [0, 3], [3], layout, 2)
     out, wanted = torch.empty_like(q), torch.empty_like(q)
     KERNELS.paged_attention(out, q, kv_cache, LAYER, plan, 0.1)
-    reference_extra.paged_attention(wanted, q, kv_cache, LAYER, plan, 0.1)
+    reference.paged_attention(wanted, q, kv_cache, LAYER, plan, 0.1)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-3)
     staging = torch.empty_like(kv_cache[:1])
     KERNELS.gather_blocks(kv_cache, torch.tensor([blocks - 1]), staging)
@@ -201,7 +196,7 @@ def test_merge_states_equals_its_twin(dtype: torch.dtype, heads: int, head_size:
     out, wanted = torch.full((4, heads, head_size), 9, dtype=dtype), torch.empty(4, heads, head_size, dtype=dtype)
     lse, wanted_lse = torch.empty(4, heads), torch.empty(4, heads)
     KERNELS.merge_states(out, lse, a, lse_a, b, lse_b)
-    reference_extra.merge_states(wanted, wanted_lse, a, lse_a, b, lse_b)
+    reference.merge_states(wanted, wanted_lse, a, lse_a, b, lse_b)
     torch.testing.assert_close(out, wanted, rtol=1e-2 if dtype == BF16 else 2e-3, atol=1e-5)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
     assert torch.equal(out[2], torch.zeros(heads, head_size, dtype=dtype))

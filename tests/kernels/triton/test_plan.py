@@ -28,8 +28,8 @@ def test_every_row_is_in_one_tile(steps: list[tuple[int, int]], heads: tuple[int
     starts = np.concatenate([[0], np.cumsum([queries for queries, _ in steps])])
     contexts = [queries + before for queries, before in steps]
     tables = np.tile(np.arange(64, dtype=np.int32), (len(steps), 1))
-    plan = make_plan(tables, starts, contexts, layout, heads[0])
-    made = device_plan(plan, H200, CPU, deterministic=deterministic)
+    plan = make_plan(tables, starts, contexts, layout, heads[0], deterministic=deterministic)
+    made = device_plan(plan, H200, CPU)
     found = []
     for work in (made.decode, made.prefill):
         if work is None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.triton_interpreter import KERNELS
 from tests.kernels.kernel_case import DTYPES
-from tournant.kernels import reference, reference_extra
+from tournant.kernels import reference
 from tournant.kernels.layout import KVLayout
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -16,7 +16,7 @@ LAYER, BLOCKS = 1, 5
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "with_residual", "unit_offset"),
+    ("dtype", "width", "with_residual", "wide_weight"),
     [
         (FP16, 576, False, False),
         (BF16, 33, True, False),
@@ -26,13 +26,13 @@ LAYER, BLOCKS = 1, 5
         (FP16, 96, True, True),
     ],
 )
-def test_rms_norm(dtype: torch.dtype, width: int, with_residual: bool, unit_offset: bool) -> None:
+def test_rms_norm(dtype: torch.dtype, width: int, with_residual: bool, wide_weight: bool) -> None:
     x = torch.randn(3, width + 8).to(dtype)[:, 8:]
-    weight = torch.randn(width).to(dtype)
+    weight = torch.randn(width).to(FP32 if wide_weight else dtype)
     residual = torch.randn(3, width).to(dtype) if with_residual else None
     twins = None if residual is None else residual.clone()
-    got = KERNELS.rms_norm(x, weight, 1e-5, residual, unit_offset=unit_offset)
-    wanted = reference_extra.rms_norm(x, weight, 1e-5, twins, unit_offset=unit_offset)
+    got = KERNELS.rms_norm(x, weight, 1e-5, residual)
+    wanted = reference.rms_norm(x, weight, 1e-5, twins)
     torch.testing.assert_close(got, wanted, rtol=ULP[dtype], atol=1e-6)
     if residual is not None and twins is not None:
         torch.testing.assert_close(residual, twins, rtol=ULP[dtype], atol=1e-6)
@@ -41,7 +41,7 @@ def test_rms_norm(dtype: torch.dtype, width: int, with_residual: bool, unit_offs
 def test_rms_norm_of_each_head() -> None:
     fused, weight = torch.randn(3, 7, 80), torch.randn(80)
     got = KERNELS.rms_norm(fused[:, 2:6], weight, 1e-5, None)
-    torch.testing.assert_close(got, reference_extra.rms_norm(fused[:, 2:6], weight, 1e-5, None), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(got, reference.rms_norm(fused[:, 2:6], weight, 1e-5, None), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -50,13 +50,13 @@ def test_gated_activations(dtype: torch.dtype, width: int) -> None:
     gate_up = (torch.randn(3, 2 * width + 8) * 4).to(dtype)[:, 8:]
     tolerance = {"rtol": ULP[dtype], "atol": 1e-5}
     torch.testing.assert_close(KERNELS.silu_mul(gate_up), reference.silu_mul(gate_up), **tolerance)
-    torch.testing.assert_close(KERNELS.gelu_tanh_mul(gate_up), reference_extra.gelu_tanh_mul(gate_up), **tolerance)
+    torch.testing.assert_close(KERNELS.gelu_mul(gate_up), reference.gelu_mul(gate_up), **tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gated_activations_at_the_ends() -> None:
     gate_up = torch.tensor([[0.0, -1e4, 1e4, 2.0, 2.0, 2.0]])
-    for function in (KERNELS.silu_mul, KERNELS.gelu_tanh_mul):
+    for function in (KERNELS.silu_mul, KERNELS.gelu_mul):
         torch.testing.assert_close(function(gate_up), torch.tensor([[0.0, 0.0, 2e4]]))
 
 
@@ -86,7 +86,7 @@ def test_rope_and_rope_store_kv(dtype: torch.dtype, head_size: int, rotary_dim: 
     positions[3], positions[8] = -1, 30  # left alone
     out, wanted = torch.full_like(got, 5.0), torch.full_like(got, 5.0)
     KERNELS.rope(q, cos_sin, positions, out)
-    reference_extra.rope(q, cos_sin, positions, wanted)
+    reference.rope(q, cos_sin, positions, wanted)
     torch.testing.assert_close(out, wanted if rotary_dim else q, rtol=ULP[dtype], atol=ULP[dtype])
 
 
@@ -115,7 +115,7 @@ def test_store_kv(dtype: torch.dtype, head_size: int, block_tokens: int) -> None
     assert torch.equal(kv_cache, twins)
     codes, twin_codes = (torch.zeros(layout.shape(BLOCKS), dtype=torch.float8_e5m2) for _ in range(2))
     KERNELS.store_kv(k * 1e4, v, codes, LAYER, slots)
-    reference_extra.store_kv_e5m2(k * 1e4, v, twin_codes, LAYER, slots)
+    reference.store_kv(k * 1e4, v, twin_codes, LAYER, slots)
     assert torch.equal(codes.view(torch.uint8), twin_codes.view(torch.uint8))
 
 
@@ -134,7 +134,7 @@ def test_store_kv_e4m3_keeps_scales(dtype: torch.dtype, head_size: int, block_to
             if store:
                 store(k[rows], v[rows], kv_cache, LAYER, slots[rows], kv_scales=scales)
             else:
-                reference_extra.store_kv_e4m3(k[rows], v[rows], kv_cache, scales, LAYER, slots[rows])
+                reference.store_kv(k[rows], v[rows], kv_cache, LAYER, slots[rows], kv_scales=scales)
         pools.append((kv_cache, scales))
     (kv_cache, scales), (twin_cache, twin_scales) = pools
     torch.testing.assert_close(scales, twin_scales, rtol=0, atol=0, equal_nan=True)
@@ -162,8 +162,8 @@ def test_rope_store_kv_into_fp8() -> None:
     scales, got, wanted, rotated = torch.ones(BLOCKS, 2, 2, 3), q.clone(), q.clone(), torch.empty_like(k)
     before = k.clone()
     KERNELS.rope_store_kv(got, k, v, cos_sin, positions, kv_cache, LAYER, slots, kv_scales=scales)
-    reference_extra.rope(q[:20], cos_sin, positions[:20], wanted[:20])
-    reference_extra.rope(k, cos_sin, positions, rotated)
+    reference.rope(q[:20], cos_sin, positions[:20], wanted[:20])
+    reference.rope(k, cos_sin, positions, rotated)
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     stored = kv_cache[slots[:20] // 8, LAYER, 0, :, slots[:20] % 8].float() * scales[slots[:20] // 8, LAYER, 0, :, None]
     torch.testing.assert_close(stored, rotated[:20].float(), rtol=0.07, atol=0.02)
@@ -180,12 +180,12 @@ def test_block_copies(dtype: torch.dtype, block_tokens: int, head_size: int) -> 
     ids = torch.tensor([3, -1, 0])
     staging, wanted = torch.zeros((4, *shape[1:])).to(dtype), torch.zeros((4, *shape[1:])).to(dtype)
     KERNELS.gather_blocks(pool, ids, staging)
-    reference_extra.gather_blocks(pool, ids, wanted)
+    reference.gather_blocks(pool, ids, wanted)
     assert torch.equal(staging.view(torch.uint8), wanted.view(torch.uint8))
     assert staging[0].view(torch.uint8).any()
     other, wanted = torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype)
     KERNELS.scatter_blocks(staging, ids, other)
-    reference_extra.scatter_blocks(staging, ids, wanted)
+    reference.scatter_blocks(staging, ids, wanted)
     assert torch.equal(other.view(torch.uint8), wanted.view(torch.uint8))
     before = pool.clone()
     KERNELS.copy_blocks(pool, torch.tensor([0, 4]), torch.tensor([2, 1]))

@@ -1,0 +1,74 @@
+"""`tournant kv` on a running store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.kvstore.store_harness import SLOT, Store, keys, read, write, writer
+from tournant.deploy.cli import app
+from tournant.kvstore.nvme_tier import NvmeConfig
+
+
+def kv(*words: object, say: str = "") -> Result:
+    return CliRunner().invoke(app, ["kv", *(str(word) for word in words)], input=say)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store with five blocks in both tiers."""
+    store = Store("socket", tmp_path_factory.mktemp("store"))
+    store.start(nvme=NvmeConfig(), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    write(store.attach(writer(writer_id=0xAB)), keys(5))
+    store.wait_for_disk()
+    yield store
+    store.close()
+
+
+def test_status(running: Store) -> None:
+    found = kv("status", "--socket", running.socket)
+    assert found.exit_code == 0
+    facts = dict(line.split() for line in found.output.splitlines())
+    assert facts["host_visible_bytes"] == str(5 * SLOT)
+    assert facts["host_bytes"] == str(4 << 20)
+    assert (facts["blocks"], facts["clients"], facts["reported"], facts["written"]) == ("5", "1", "5", "5")
+
+
+def test_ls(running: Store) -> None:
+    found = kv("ls", "--socket", running.socket, "--records")
+    assert found.exit_code == 0
+    assert f"{keys(1)[0].hex()[:16]} 00000000000000ab.1 host+nvme 1 parts, {SLOT} bytes, depth 0" in found.output
+    assert found.output.splitlines()[-1] == f"5 blocks of {5 * SLOT} bytes; 5 in host slots, 5 on NVMe"
+
+
+def test_verify_then_clear(running: Store) -> None:
+    good = kv("verify", "--socket", running.socket)
+    assert (good.exit_code, good.output) == (
+        0,
+        "host slots: 5 parts verified, 0 corrupt; NVMe: 5 verified, 0 corrupt\n",
+    )
+    segment = next(running.nvme_folder.glob("segment-*"))
+    data = bytearray(segment.read_bytes())
+    data[5000] ^= 1
+    segment.write_bytes(data)
+    bad = kv("verify", "--socket", running.socket)
+    assert (bad.exit_code, bad.output.partition("; ")[2]) == (1, "NVMe: 4 verified, 1 corrupt\n")
+    assert kv("clear", "--socket", running.socket, say="n\n").exit_code == 1
+    cleared = kv("clear", "--socket", running.socket, "--yes")
+    assert (cleared.exit_code, cleared.output) == (0, "5 blocks forgotten\n")
+    assert read(running._clients[0], keys(5)) == []
+
+
+def test_a_place_is_needed_and_must_be_there(tmp_path: Path) -> None:
+    for words in (["ls"], ["verify"], ["clear", "--yes"], ["ls", tmp_path, "--socket", tmp_path / "s"]):
+        found = kv(*words)
+        assert (found.exit_code, found.output) == (
+            2,
+            "error: name either a folder or the --socket of a running store\n",
+        )
+    found = kv("status", "--socket", tmp_path / "none")
+    assert found.exit_code == 1
+    assert "no store can be reached at" in found.output
