@@ -10,6 +10,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -188,7 +189,10 @@ def build_engine(
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,
     )
-    return Engine(config, runner, info), info
+    engine = Engine(config, runner, info)
+    gc.collect()
+    gc.freeze()  # what was loaded lives as long as the process: the collector need not look at it again
+    return engine, info
 
 
 def main() -> None:
