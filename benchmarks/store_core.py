@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from benchmarks.common import REPO, Cell, Options, Report, Samples, Table, at_most, interleave, run_main, say
+from benchmarks.common import Cell, Options, Report, Samples, Table, at_most, interleave, run_main, say
 from benchmarks.store_replay import CoreCache
 from benchmarks.trace_replay import hit_ratio
 from benchmarks.traces import load, load_anchors
@@ -23,7 +23,6 @@ WHOLE = Part(0, 1, 0, 1)
 LONG = 512
 REPEATS = 200
 MAX_EVENT_US, MAX_BLOCK_US = 5.0, 1.0
-TRACES = REPO.parent / "shared" / "traces"
 REPLAYED = ("mooncake_conversation", "mooncake_synthetic", "claude_code_first60")
 DIGITS = 4
 
@@ -124,13 +123,13 @@ def events(options: Options, report: Report) -> None:
 
 def replays(options: Options, report: Report) -> None:
     """LRU through the core on the public traces beside the published digits, at every listed capacity."""
-    if not TRACES.is_dir():
-        say(f"no traces in {TRACES}: nothing is replayed")
+    if not any(options.traces.glob("anchors_*")):
+        say(f"no traces in {options.traces}: nothing is replayed")
         return
     rows: list[list[Cell]] = []
     for name in REPLAYED[:1] if options.quick else REPLAYED:
-        trace = load(name, TRACES)
-        for capacity, published in sorted(load_anchors(TRACES)[name].items()):
+        trace = load(name, options.traces)
+        for capacity, published in sorted(load_anchors(options.traces)[name].items())[: 2 if options.quick else None]:
             say(f"{name}, {capacity} blocks")
             ratio = round(hit_ratio(trace, CoreCache("lru", capacity)), DIGITS)
             equal = "yes" if ratio == published["lru"] else "NO"

@@ -104,7 +104,7 @@ def _copies(name: str, length: int, total: int, rounds: int) -> list[list[Cell]]
     source[:] = np.random.default_rng(5).bytes(len(source))
     pieces = [slice(index * length, (index + 1) * length) for index in range(count)]
     rounds_written = itertools.count(1)
-    with served(4 * total, length, CREDIT) as (client, _):
+    with served(max(4 * total, 5 * CREDIT * length), length, CREDIT) as (client, _):
 
         def memcpy() -> None:
             for piece in pieces:

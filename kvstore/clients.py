@@ -65,8 +65,11 @@ class ClientTable:
         return client if client is not None and client.open else None
 
     def credit_pages(self) -> int:
-        """Pages that are or may be lent."""
-        return sum(client.attach.credit * client.pages for client in self.by_number.values())
+        """Pages that are or may be lent: a client that is served no more gets no new ones."""
+        return sum(
+            (client.attach.credit if client.open else len(client.lent)) * client.pages
+            for client in self.by_number.values()
+        )
 
     def problem(self, event: Attach, hard_pages: int) -> str | None:
         """Why this client cannot be served, or None."""

@@ -35,6 +35,9 @@ ROWS = {
     "decode, 1 sequence of 8,192 tokens": ["paged, in place", "contiguous, heads packed", "contiguous, enable_gqa"],
     "decode, 32 sequences of 160 tokens": ["paged, in place", "contiguous, heads packed", "contiguous, enable_gqa"],
     "copies of blocks": ["scattered blocks", "memcpy"],
+    "NVMe at queue depth 4": ["restore, 360 KiB", "write, 2 MiB"],
+    "Host tier through a client": ["write, 360 KiB", "read, 2 MiB"],
+    "core, CPU time": ["open, fetch and close", "used"],
 }
 
 

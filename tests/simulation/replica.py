@@ -178,7 +178,10 @@ class Rank:
 
     def _forged(self) -> tuple[ReportEntry, ...]:
         """What a broken client might claim: slots of others, of other generations, or its own block a second time."""
-        rng, others = self.world.rng, [r for r in self.world.all_ranks() if r is not self and r.lent]
+        rng, others = (
+            self.world.rng,
+            [r for r in self.world.all_ranks() if r is not self and r.lent and r.memory is self.memory],
+        )
         choice = rng.randrange(3)
         if choice == 0 and others:
             return (self._foreign(*rng.choice(others).lent[0]),)
