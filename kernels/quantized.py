@@ -18,6 +18,7 @@ TILE = 32
 ALIGNMENT = 64
 MAX_COLUMNS = 1 << 15  # six quantised rows fit the kernel's scratch
 LEAST = 1e-30
+FINE_FROM, FINE_STEPS = 1.5, 254  # see kernels/cpu/quantized.c
 MIDDLES = {"Q4_0": 8, "Q4_1": 0, "Q8_0": 128}  # the code that stands for zero (of Q4_1: for the minimum)
 KINDS = tuple(MIDDLES)
 ROW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # of GROUP weights in a GGUF file
@@ -92,23 +93,38 @@ def unpack(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return centred, factors[0], factors[1] if len(factors) > 1 else None
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes -127 to 127 [N, groups, GROUP] and scales [N, groups], both float32, of x [N, columns]."""
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes -127 to 127 [N, groups, GROUP] and scales [N, groups] of x [N, columns], then fine codes and fine scales.
+
+    All float32. Fine are the groups whose largest element exceeds FINE_FROM times the row's mean of these: what rounding left.
+    """
     values = x.float().unflatten(1, (-1, GROUP))
     most = values.abs().amax(-1)
     scales = torch.where(most < LEAST, 0.0, most / 127)
     inverse = torch.where(most >= LEAST, torch.full_like(most, 127) / most, 0.0)  # a number / most is rounded twice
-    return (values * inverse[..., None]).round(), scales
+    codes = (values * inverse[..., None]).round()
+    total = torch.zeros(len(x))
+    for group in range(most.shape[1]):  # one after another, as the kernel adds
+        total += most[:, group]
+    limit = FINE_FROM * (total / most.shape[1] / 127)
+    fine_scales = torch.where(scales > limit[:, None], scales / FINE_STEPS, 0.0)
+    left = values - codes * scales[..., None]
+    fine_inverse = torch.where(fine_scales > 0, torch.ones_like(most) / fine_scales, 0.0)
+    fine_codes = torch.where(fine_scales[..., None] > 0, (left * fine_inverse[..., None]).round(), 0.0)
+    return codes, scales, fine_codes, fine_scales
 
 
 def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
     """out = x times the transpose of the matrix, plus bias; see `ops.quantized_linear`."""
-    codes, scales = quantize_rows(x)
+    codes, scales, fine_codes, fine_scales = quantize_rows(x)
     weights, d, m = unpack(matrix)
-    sums = scales * codes.sum(-1)
     total = torch.zeros(len(x), matrix.outputs)
     for group in range(matrix.columns // GROUP):
-        dots = codes[:, group] @ weights[:, group].t()  # whole numbers below 2^24: exact in any order
-        term = scales[:, group, None] * d[:, group] * dots
-        total += term if m is None else term + m[:, group] * sums[:, group, None]
+        for code, scale in (
+            (codes[:, group], scales[:, group, None]),
+            (fine_codes[:, group], fine_scales[:, group, None]),
+        ):
+            dots = code @ weights[:, group].t()  # whole numbers below 2^24: exact in any order
+            term = scale * d[:, group] * dots
+            total += term if m is None else term + m[:, group] * (scale * code.sum(-1, keepdim=True))
     out.copy_(total if matrix.bias is None else total + matrix.bias)

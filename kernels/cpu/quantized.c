@@ -3,14 +3,17 @@
  * Rows of x are quantised to int8 in groups of GROUP elements, each group with one scale s; a weight is d * q + m, with
  * d and m of its output and group. Then
  *   y[o] = bias[o] + sum over groups, in order, of ((s * d) * dot(q, a) + m * (s * sum(a)))     (Q4_0, Q8_0: no m)
- * where dot and sum are integers and everything else is float32, each operation rounded by itself: this file is compiled
+ * The few groups of a row whose largest element is FINE_FROM times the row's mean of these or more (outliers: most of
+ * the rounding error is theirs) are fine: what rounding left of them is quantised too, with a scale of s / 254, and added by the same
+ * formula behind the group. Here dot and sum are integers and everything else is float32, each operation rounded by itself: this file is compiled
  * with -ffp-contract=off. A row's bits are therefore the same for every number of rows and threads, on every CPU, and in
  * the plain-PyTorch twin (kernels/quantized.py).
  *
  * Weights lie in tiles of TILE outputs, each filled up to ALIGNMENT bytes:
  *   words of 4 weights [group][4 or 8][TILE] (word j holds elements 4j to 4j+3 of a group; of 4 bits in the low halves,
  *   and 16+4j to 19+4j in the high ones), d float16 [group][TILE], and for Q4_1 m float16 [group][TILE].
- * Quantised rows lie in panels of up to PANEL rows: codes int8 [group][row][GROUP], terms [group][s, s*sum, sum][row].
+ * Quantised rows lie in panels of up to PANEL rows: codes int8 [group][row][codes, fine codes][GROUP], terms
+ * [group][s, s*sum, sum, fine s, fine s*sum, fine sum][row], the last three 0 where the group is not fine.
  */
 
 #include "common.h"
@@ -22,7 +25,11 @@
 #define ALIGNMENT 64
 #define CACHE_LINE 64
 #define PARTS (TILE / LANES)
-#define SCRATCH_BYTES (512 << 10)  /* of quantised rows: what a core's cache keeps */
+#define ROW_CODES (2 * GROUP)
+#define ROW_TERMS 6
+#define FINE_FROM 1.5f /* times the mean: a larger element makes a group fine */
+#define FINE_STEPS 254 /* fine codes -127 to 127 span what rounding leaves of one step */
+#define SCRATCH_BYTES (640 << 10)  /* of quantised rows: what a core's cache keeps */
 #define SERIAL_ELEMENTS 4096       /* fewer are quantised by one thread: another barrier would cost more */
 #define SERIAL_PRODUCTS (1 << 18)  /* fewer are multiplied by one thread */
 #define AHEAD_BYTES 8192           /* how far ahead of use weights are asked for; measured best of 2 to 8 KiB */
@@ -68,6 +75,20 @@ INLINE uint32_t load_code(const int8_t *p) {
     return code;
 }
 
+/* (s * d) * dot of one row's fine codes with one group of a tile. */
+INLINE void fine_terms(int kind, const uint32_t *words, const fp16 *d, const int8_t *codes, float scale, int32_t sum,
+                       vf *term) {
+    vi dot[PARTS];
+    UNROLL for (int p = 0; p < PARTS; p++) dot[p] = (vi){} - (kind == Q4_1 ? 0 : (kind == Q4_0 ? 8 : 128) * sum);
+    UNROLL for (int j = 0; j < (kind == Q8_0 ? 8 : 4); j++) UNROLL for (int p = 0; p < PARTS; p++) {
+        vu word = load_u32(words + j * TILE + p * LANES);
+        dot[p] = dot4(dot[p], kind == Q8_0 ? word : word & 0x0f0f0f0fu, load_code(codes + 4 * j));
+        if (kind != Q8_0) dot[p] = dot4(dot[p], (word >> 4) & 0x0f0f0f0fu, load_code(codes + 16 + 4 * j));
+    }
+    UNROLL for (int p = 0; p < PARTS; p++)
+        term[p] = scale * load_fp16(d + p * LANES) * __builtin_convertvector(dot[p], vf);
+}
+
 /* sums[row][output] of one tile and the `rows` rows of one panel. `lines` cache lines per group are asked for from
  * `ahead` on. */
 INLINE void tile_rows(int kind, int rows, int64_t groups, const uint8_t *tile, const int8_t *codes,
@@ -91,13 +112,13 @@ INLINE void tile_rows(int kind, int rows, int64_t groups, const uint8_t *tile, c
             UNROLL for (int p = 0; p < PARTS; p++) word[p] = load_u32(words + j * TILE + p * LANES);
             int first = kind == Q8_0 && split ? j % 2 : 0;
             UNROLL for (int r = 0; r < rows; r++) {
-                uint32_t code = load_code(codes + r * GROUP + 4 * j);
+                uint32_t code = load_code(codes + r * ROW_CODES + 4 * j);
                 UNROLL for (int p = 0; p < PARTS; p++)
                     dot[first][r][p] = dot4(dot[first][r][p], kind == Q8_0 ? word[p] : word[p] & 0x0f0f0f0fu, code);
             }
             if (kind == Q8_0) continue;
             UNROLL for (int r = 0; r < rows; r++) {
-                uint32_t code = load_code(codes + r * GROUP + 16 + 4 * j);
+                uint32_t code = load_code(codes + r * ROW_CODES + 16 + 4 * j);
                 UNROLL for (int p = 0; p < PARTS; p++)
                     dot[split][r][p] = dot4(dot[split][r][p], (word[p] >> 4) & 0x0f0f0f0fu, code);
             }
@@ -110,7 +131,15 @@ INLINE void tile_rows(int kind, int rows, int64_t groups, const uint8_t *tile, c
                 total[r][p] += kind == Q4_1 ? term + minimum * scaled_sums[r] : term;
             }
         }
-        words += group_words(kind), d += TILE, m += TILE, codes += rows * GROUP, terms += 3 * rows;
+        UNROLL for (int r = 0; r < rows; r++) if (terms[3 * rows + r]) {
+            vf term[PARTS];
+            fine_terms(kind, words, d, codes + r * ROW_CODES + GROUP, scales[3 * rows + r], code_sums[3 * rows + r], term);
+            UNROLL for (int p = 0; p < PARTS; p++) {
+                vf minimum = kind == Q4_1 ? load_fp16(m + p * LANES) : splat(0);
+                total[r][p] += kind == Q4_1 ? term[p] + minimum * scaled_sums[3 * rows + r] : term[p];
+            }
+        }
+        words += group_words(kind), d += TILE, m += TILE, codes += rows * ROW_CODES, terms += ROW_TERMS * rows;
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++)
         store_fp32(sums + r * TILE + p * LANES, total[r][p]);
@@ -157,31 +186,61 @@ INLINE int32_t sum_of_lanes(vi x) {
     return x[0];
 }
 
+/* value * inverse to the nearest, ties to even; the sum of all goes to `sum`. */
+INLINE void round_group(const vf *value, float inverse, int8_t *codes, vi *code, int32_t *sum) {
+    vi sums = {};
+    UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+        code[i] = (vi)(value[i] * splat(inverse) + splat(ROUND_MAGIC)) - (vi)splat(ROUND_MAGIC);
+        codes_of_lanes narrow = __builtin_convertvector(code[i], codes_of_lanes);
+        memcpy(codes + i * LANES, &narrow, sizeof narrow);
+        sums += code[i];
+    }
+    *sum = sum_of_lanes(sums);
+}
+INLINE void store_terms(uint32_t *terms, int rows, float scale, int32_t sum) {
+    float scaled = scale * (float)sum;
+    memcpy(terms, &scale, sizeof scale);
+    memcpy(terms + rows, &scaled, sizeof scaled);
+    memcpy(terms + 2 * rows, &sum, sizeof sum);
+}
+
 /* One row into its place in a panel of `rows` rows. NaN or infinity in a group makes all outputs NaN. */
 INLINE void quantize_as(int type, const void *x, int64_t groups, int rows, int8_t *codes, uint32_t *terms) {
-    for (int64_t g = 0; g < groups; g++, codes += rows * GROUP, terms += 3 * rows) {
+    float mean = 0;
+    int8_t *first_codes = codes;
+    uint32_t *first_terms = terms;
+    for (int64_t g = 0; g < groups; g++, codes += rows * ROW_CODES, terms += ROW_TERMS * rows) {
         vf value[GROUP / LANES];
-        vi largest = {}, sums = {};
+        vi largest = {}, code[GROUP / LANES];
         UNROLL for (int i = 0; i < GROUP / LANES; i++) {
             value[i] = load_as(type, x, g * GROUP + i * LANES);
             largest = larger_of(largest, (vi)value[i] & 0x7fffffff); /* ordered as absolute values, NaN above all */
         }
         int32_t top = largest_lane(largest), sum;
-        float most, scale, inverse;
+        float most;
         memcpy(&most, &top, sizeof most);
-        scale = most < LEAST ? 0 : most / 127;
-        inverse = most >= LEAST ? 127 / most : 0;
-        UNROLL for (int i = 0; i < GROUP / LANES; i++) { /* to the nearest, ties to even */
-            vi code = (vi)(value[i] * splat(inverse) + splat(ROUND_MAGIC)) - (vi)splat(ROUND_MAGIC);
-            codes_of_lanes narrow = __builtin_convertvector(code, codes_of_lanes);
-            memcpy(codes + i * LANES, &narrow, sizeof narrow);
-            sums += code;
+        mean += most;
+        round_group(value, most >= LEAST ? 127 / most : 0, codes, code, &sum);
+        store_terms(terms, rows, most < LEAST ? 0 : most / 127, sum);
+        store_terms(terms + 3 * rows, rows, 0, 0);
+    }
+    float limit = FINE_FROM * (mean / (float)groups / 127); /* of the scale; NaN makes no group fine */
+    codes = first_codes, terms = first_terms;
+    for (int64_t g = 0; g < groups; g++, codes += rows * ROW_CODES, terms += ROW_TERMS * rows) {
+        float scale;
+        memcpy(&scale, terms, sizeof scale);
+        if (!(scale > limit)) continue;
+        vf left[GROUP / LANES];
+        vi code[GROUP / LANES];
+        int32_t sum;
+        float fine = scale / FINE_STEPS;
+        UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+            codes_of_lanes narrow;
+            memcpy(&narrow, codes + i * LANES, sizeof narrow);
+            left[i] = load_as(type, x, g * GROUP + i * LANES) - __builtin_convertvector(narrow, vf) * splat(scale);
         }
-        sum = sum_of_lanes(sums);
-        float scaled = scale * (float)sum;
-        memcpy(terms, &scale, sizeof scale);
-        memcpy(terms + rows, &scaled, sizeof scaled);
-        memcpy(terms + 2 * rows, &sum, sizeof sum);
+        round_group(left, 1 / fine, codes + GROUP, code, &sum);
+        store_terms(terms + 3 * rows, rows, fine, sum);
     }
 }
 
@@ -189,8 +248,8 @@ static void quantize_row(const struct matrix *m, const struct product *p, const 
     int64_t groups = m->columns / GROUP, before = row / c->height * c->height;
     int rows = c->rows - before < c->height ? c->rows - before : c->height;
     const char *x = (const char *)p->x + (c->first + row) * p->x_stride * (p->x_type == TYPE_fp32 ? 4 : 2);
-    int8_t *codes = c->codes + before * m->columns + (row - before) * GROUP;
-    uint32_t *terms = c->terms + before * 3 * groups + (row - before);
+    int8_t *codes = c->codes + (before * groups + row - before) * ROW_CODES;
+    uint32_t *terms = c->terms + before * ROW_TERMS * groups + (row - before);
     if (p->x_type == TYPE_fp32)
         quantize_as(TYPE_fp32, x, groups, rows, codes, terms);
     else if (p->x_type == TYPE_fp16)
@@ -231,7 +290,8 @@ static void multiply_tile(const struct matrix *m, const struct product *p, const
     const float *bias = m->bias ? memcpy(padded, m->bias + output, count * sizeof(float)) : 0;
     for (int64_t before = 0; before < c->rows; before += c->height, ahead += lines * CACHE_LINE * groups) {
         int rows = c->rows - before < c->height ? c->rows - before : c->height;
-        TILES[m->kind][rows - 1](groups, weights, c->codes + before * m->columns, c->terms + before * 3 * groups, sums,
+        TILES[m->kind][rows - 1](groups, weights, c->codes + before * groups * ROW_CODES,
+                                 c->terms + before * groups * ROW_TERMS, sums,
                                  ahead, ahead < weights + 2 * bytes ? lines : 0);
         for (int r = 0; r < rows; r++) {
             char *out = (char *)p->out + ((c->first + before + r) * p->out_stride + output) * size;
@@ -248,7 +308,8 @@ static void multiply_tile(const struct matrix *m, const struct product *p, const
 /* out[row][output] for all rows. columns: a multiple of GROUP, so few that PANEL rows fit the scratch. */
 void quantized_linear(const struct matrix *m, const struct product *p) {
     char scratch[SCRATCH_BYTES] __attribute__((aligned(64)));
-    int64_t row_bytes = m->columns + m->columns / GROUP * 3 * sizeof(uint32_t);
+    int64_t row_codes = m->columns / GROUP * ROW_CODES;
+    int64_t row_bytes = row_codes + m->columns / GROUP * ROW_TERMS * sizeof(uint32_t);
     int64_t most = SCRATCH_BYTES / row_bytes / PANEL * PANEL, tiles = (m->outputs + TILE - 1) / TILE;
     int serial = p->rows * m->columns <= SERIAL_ELEMENTS;
     struct chunk c = {.codes = (int8_t *)scratch};
@@ -256,7 +317,7 @@ void quantized_linear(const struct matrix *m, const struct product *p) {
         c.rows = p->rows - c.first < most ? p->rows - c.first : most;
         int64_t panels = (c.rows + PANEL - 1) / PANEL;
         c.height = (c.rows + panels - 1) / panels;
-        c.terms = (uint32_t *)(c.codes + c.rows * m->columns);
+        c.terms = (uint32_t *)(c.codes + c.rows * row_codes);
         if (serial)
             for (int64_t row = 0; row < c.rows; row++) quantize_row(m, p, &c, row);
 #pragma omp parallel num_threads(p->num_threads) if (p->rows * m->outputs * m->columns > SERIAL_PRODUCTS)

@@ -68,10 +68,15 @@ def test_the_twin_is_the_product_with_quantised_rows(kind: str) -> None:
     """In float64, from the dequantised weights and the definition of a quantised row."""
     matrix, weights = matrix_of(kind, 100, 96, biased=True)
     x = activations(13, 96, torch.float32)
-    codes, scales = quantized.quantize_rows(x)
-    assert codes.abs().max() == 127
-    rounding = (codes * scales[..., None]).flatten(1).double() - x
-    assert (rounding.abs() <= scales.repeat_interleave(32, dim=1) / 2 * (1 + 1e-5) + 1e-30).all()
+    codes, scales, fine_codes, fine_scales = quantized.quantize_rows(x)
+    assert codes.abs().max() == fine_codes.abs().max() == 127
+    fine = fine_scales > 0
+    assert torch.equal(fine, scales > scales.mean(1, keepdim=True))  # outliers of a row, and no row without
+    assert fine.any(1).all()
+    assert not fine.all(1).any()
+    rounding = (codes * scales[..., None] + fine_codes * fine_scales[..., None]).flatten(1).double() - x
+    steps = torch.where(fine, fine_scales, scales).repeat_interleave(32, dim=1)
+    assert (rounding.abs() <= steps / 2 * (1 + 1e-3) + 1e-30).all()
     expected = (x.double() + rounding) @ weights.double().t() + matrix.bias.double()
     out = torch.empty(13, 100)
     quantized.quantized_linear(out, x, matrix)

@@ -20,7 +20,7 @@ from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.linear import Linear, QuantizedLinear
 from tournant.workers.weights import Checkpoint
 
-REVISION = "decoder-3"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
+REVISION = "decoder-4"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
 
 
 @dataclass(frozen=True, slots=True)
