@@ -89,8 +89,8 @@ def copies(options: Options, report: Report) -> None:
     total = (32 if options.quick else 256) << 20
     rows = [row for name, length in BLOCKS.items() for row in _copies(name, length, total, options.rounds)]
     notes = [
-        f"{total >> 20} MiB. A write is the copy, its checksum and a report of {STEP} blocks that is not awaited; "
-        "a read is open, fetch, the copy, its checksum and the check of the generation.",
+        f"{total >> 20} MiB, at least {STEP} blocks. A write is the copy, its checksum and a report of {STEP} blocks "
+        "that is not awaited; a read is open, fetch, the copy, its checksum and the check of the generation.",
     ]
     columns = ("what", "GB/s ours", "GB/s memcpy", "ours / memcpy", "bar")
     report.add(Table("Host tier through a client", columns, rows, notes))
@@ -98,7 +98,7 @@ def copies(options: Options, report: Report) -> None:
 
 def _copies(name: str, length: int, total: int, rounds: int) -> list[list[Cell]]:
     say(f"host tier, blocks of {name}")
-    count = total // length // STEP * STEP
+    count = max(1, total // length // STEP) * STEP
     populated = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     source, target, copied = (memoryview(mmap.mmap(-1, count * length, flags=populated)) for _ in range(3))
     source[:] = np.random.default_rng(5).bytes(len(source))

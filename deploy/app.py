@@ -93,12 +93,15 @@ class Replica:
             raise EngineDeadError("the engine cannot generate")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts: model, device, dtype, engine_pid, and the tokens of context, pool and longest sequence."""
+        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, engine_pid, and the tokens
+        of context, pool and longest sequence.
+        """
         info = self.frontend.engine.info
         return {
             "model": self._name,
             "device": info.device,
             "dtype": info.dtype,
+            "native_weights": "native" in info.namespace.numerics.split("/"),
             "engine_pid": info.pid,
             "max_model_len": info.max_model_len,
             "pool_tokens": info.pool_tokens,
@@ -179,15 +182,15 @@ def _log_to_stderr(level: str) -> None:
         logger.addHandler(handler)
 
 
-def _gpus_wanted(device: str) -> int:
+def gpus_wanted(device: str, in_cluster: float) -> int:
     """GPUs to ask of Ray for a replica, which hides all others from it: `auto` takes one where the cluster has any."""
-    in_cluster = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     return int(device == "cuda" or (device == "auto" and in_cluster >= 1))
 
 
 def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None) -> Application:
     """The application for a configuration. deployment_options: overrides of what Serve is told about the replica."""
     engine = config.engine
+    gpus_in_cluster = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     capacity = engine.max_num_seqs + engine.max_queued_requests
     options: dict[str, Any] = {
         "num_replicas": config.num_replicas,
@@ -197,7 +200,7 @@ def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": _gpus_wanted(engine.device)},
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus_wanted(engine.device, gpus_in_cluster)},
     }
     options |= deployment_options or {}
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)

@@ -39,6 +39,7 @@ from tournant.workers.errors import ConfigError
 EARLY_LOG_LINES = 200
 LOG_JOIN_S = 2.0
 DRAIN_S = 15.0  # after SIGTERM: the replica's graceful shutdown and Serve's own ends
+QUESTION = "What is the capital of Germany?"  # its answer is no near tie for the default model
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray runs whatever it is sent: only holders of a secret of this run may send
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every platform: Ray listens on loopback only
@@ -116,7 +117,7 @@ def serve(
         str | None, Flag(rich_help_panel=ENGINE, help=f"Of a .gguf file's matrices: {', '.join(QUANTIZATIONS)}.")
     ] = None,
     max_model_len: Annotated[
-        int | None, Flag(rich_help_panel=ENGINE, help="Most tokens of prompt and answer [the model's limit].")
+        int | None, Flag(rich_help_panel=ENGINE, help="Most tokens of prompt and answer \\[the model's limit].")
     ] = None,
     max_num_seqs: Annotated[int | None, Flag(rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
     max_num_batched_tokens: Annotated[
@@ -126,7 +127,7 @@ def serve(
         int | None, Flag(rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")
     ] = None,
     kv_cache_bytes: Annotated[
-        str | None, Flag(rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB [by memory].")
+        str | None, Flag(rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB \\[by memory].")
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None, Flag(rich_help_panel=ENGINE, help="Share of a GPU's memory for weights, steps and KV [0.9].")
@@ -136,7 +137,7 @@ def serve(
         Flag(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             rich_help_panel=ENGINE,
-            help="Reuse the KV of prompts that begin alike [on].",
+            help="Reuse the KV of prompts that begin alike \\[on].",
         ),
     ] = None,
     deterministic: Annotated[
@@ -144,7 +145,7 @@ def serve(
         Flag(
             "--deterministic/--no-deterministic",
             rich_help_panel=ENGINE,
-            help="Same tokens whatever else runs, a little slower [off].",
+            help="Same tokens whatever else runs, a little slower \\[off].",
         ),
     ] = None,
 ) -> None:
@@ -298,12 +299,13 @@ class ServiceRun:
         config = self._plan.config
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
         url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}{self._plan.route_prefix.rstrip('/')}/v1"
+        weights = ", weights as quantised in the file," if facts["native_weights"] else ""
         typer.echo(
-            f"Ready after {time.monotonic() - self._began:.1f} s: {url} serves {facts['model']} in {facts['dtype']} "
-            f"on {facts['device']}, KV pool {facts['pool_tokens']:,} tokens, context "
+            f"Ready after {time.monotonic() - self._began:.1f} s: {url} serves {facts['model']} in {facts['dtype']}"
+            f"{weights} on {facts['device']}, KV pool {facts['pool_tokens']:,} tokens, context "
             f"{facts['max_sequence_tokens']:,} tokens"
         )
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        messages = [{"role": "user", "content": QUESTION}]
         question = {"model": facts["model"], "messages": messages, "max_tokens": 100, "temperature": 0}
         typer.echo(
             f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import difflib
-import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -33,6 +32,7 @@ from pydantic import (
     model_validator,
 )
 
+from tournant.kvstore.config import parse_bytes
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 
@@ -114,22 +114,16 @@ DEPLOYMENT_KEYS = frozenset(
     }
 )
 Model = TypeVar("Model", bound=BaseModel)
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
 
 
 def _bytes(name: str, value: Any) -> Any:
     """Bytes of "1073741824", "512MiB", "1.5 GiB" or "2GB"; what is no text is left as it is. Raises ConfigError."""
     if not isinstance(value, str):
         return value
-    found = _BYTES.fullmatch(value.strip())
-    if found is None:
-        raise ConfigError(f"{name} is {reprlib.repr(value)}; write 1073741824, 512MiB or 1.5GiB")
-    unit = found[2] or "B"
-    base = 1024 if "i" in unit else 1000
-    number = float(found[1]) * base ** "BKMGT".index(unit[0])
-    if not number < 1 << 62:
-        raise ConfigError(f"{name} is {reprlib.repr(value)}; that is more than any machine has")
-    return int(number)
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {reprlib.repr(value)}; {error}") from None
 
 
 @dataclass(frozen=True)

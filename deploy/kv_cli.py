@@ -43,6 +43,8 @@ def _place(folder: Path | None, socket: Path | None) -> Iterator[None]:
         _fail("name either a folder or the --socket of a running store", 2)
     try:
         yield
+    except BrokenPipeError:  # the reader of our output has enough; the command line ends quietly then
+        raise
     except (FolderRefused, StoreUnavailable, StoreRefused, OSError) as error:
         _fail(str(error), 1)
 
@@ -128,7 +130,7 @@ def io_trace_command(
     """
     try:
         found = compare(parse_trace(_trace_text(queue)), start, upward=not down, ends=_bounds(ends))
-    except (TraceError, OSError, UnicodeDecodeError) as error:
+    except (TraceError, OSError) as error:
         _fail(str(error), 2)
     _print_replays(found, start, show)
 
@@ -138,9 +140,16 @@ def _trace_text(queue: str) -> str:
     if queue.replace(",", "").replace(" ", "").isdecimal():
         return queue
     path = Path(queue)
-    if path.stat().st_size > MAX_TRACE_BYTES:
-        raise TraceError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TRACE_BYTES} are read")
-    return path.read_text(encoding="utf-8")
+    if not path.exists() or path.is_dir():
+        raise TraceError(f"{queue!r:.200} is neither a file nor positions with commas between them, such as 98,183,37")
+    with path.open("rb") as file:
+        data = file.read(MAX_TRACE_BYTES + 1)
+    if len(data) > MAX_TRACE_BYTES:
+        raise TraceError(f"{path} has more than {MAX_TRACE_BYTES} bytes; so many are read at most")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def _bounds(ends: str | None) -> tuple[int, int] | None:

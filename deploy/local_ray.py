@@ -28,9 +28,10 @@ from typing import Any
 import ray
 from ray import serve
 
-from tournant.deploy.app import make_app
-from tournant.deploy.config import ServeFile
+from tournant.deploy.app import gpus_wanted, make_app
+from tournant.deploy.config import ServeFile, ServiceConfig
 from tournant.deploy.supervisor import become_subreaper, end_descendants
+from tournant.workers.device import require_cuda
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.model_files import resolve_model
 from tournant.workers.models.families import read_decoder_config
@@ -56,6 +57,16 @@ def start_ray(folder: Path, num_cpus: int) -> None:
         _temp_dir=str(folder),
         _plasma_directory=str(folder),
     )
+
+
+def check_gpus(config: ServiceConfig, in_cluster: int) -> None:
+    """Raises ConfigError when the replicas need more GPUs than Ray has: it would wait for them without an end."""
+    wanted = config.num_replicas * gpus_wanted(config.engine.device, in_cluster)
+    if wanted > in_cluster:
+        raise ConfigError(
+            f"device is {config.engine.device!r} and num_replicas is {config.num_replicas}; each replica takes a GPU "
+            f"and Ray finds {in_cluster} here; choose fewer replicas or device cpu"
+        )
 
 
 def deploy(plan: ServeFile) -> dict[str, Any]:
@@ -106,6 +117,8 @@ class ServeProcess:
     def _serve(self, plan: ServeFile) -> None:
         os.chdir(self._folder)  # Ray puts the current folder on its workers' module path
         config = plan.config
+        if config.engine.device == "cuda":
+            require_cuda()
         self._report(step="preparing the model")
         files = resolve_model(
             config.model, config.weights_dtype, config.cache_path, progress=lambda line: self._report(step=line)
@@ -115,6 +128,8 @@ class ServeProcess:
         )  # what cannot be served is said before Ray starts
         self._report(step="starting Ray")
         start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
+        if "ray_actor_options" not in plan.deployment_options:
+            check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own
         self._report(step="loading the model into the engine")
         self._report(ready=deploy(plan))

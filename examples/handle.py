@@ -11,7 +11,7 @@ from ray import serve
 from tournant.deploy.app import build_app
 
 handle = serve.run(build_app({}), name="tournant")
-messages = [{"role": "user", "content": "What is the capital of France?"}]
+messages = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 completion = handle.generate.remote(messages, temperature=0.0, max_tokens=50).result()
 print(completion["answers"][0]["text"], completion["usage"])

@@ -10,5 +10,5 @@ if __name__ == "__main__":
         params = SamplingParams(temperature=0, max_tokens=40)
         for output in llm.generate(["The sky is blue because", "Once upon a time"], params):
             print(output.prompt, "->", output.outputs[0].text)
-        for output in llm.chat([{"role": "user", "content": "What is the capital of France?"}], params):
+        for output in llm.chat([{"role": "user", "content": "What is the capital of Germany?"}], params):
             print(output.outputs[0].text)

@@ -8,7 +8,7 @@ client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 model = client.models.list().data[0].id
 
 answer = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0, max_tokens=50
+    model=model, messages=[{"role": "user", "content": "What is the capital of Germany?"}], temperature=0, max_tokens=50
 )
 print(answer.choices[0].message.content)
 

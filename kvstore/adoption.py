@@ -12,7 +12,7 @@ from tournant.kvstore.clients import MAX_PARTS
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.disk_events import Recovery
 from tournant.kvstore.events import AdoptEntry
-from tournant.kvstore.groups import Copy
+from tournant.kvstore.groups import MAX_COPIES, Copy
 from tournant.kvstore.residency import Residency
 from tournant.kvstore.slots import SlotState
 from tournant.kvstore.tier_manager import TierManager
@@ -39,7 +39,8 @@ class Adoption:
         for at in recovery.records:
             header = at.header
             number = self._weights.number(header.weights_id, header.kv_form)
-            if number is None or len(index.parts) >= MAX_PARTS:
+            taken = at.offset in self._tiers.log.segments[at.segment].live  # only a forged checkpoint says so
+            if number is None or taken or len(index.parts) >= MAX_PARTS:
                 self.num_refused += 1
                 continue
             group = index.find(header.key, header.version.writer_id, header.version.counter)
@@ -48,6 +49,9 @@ class Adoption:
                 group = index.create(header.key, header.version, number, ())
             part = index.part_number(header.part)
             copy = group.copy_of(part)
+            if copy is None and len(group.copies) >= MAX_COPIES:
+                self.num_refused += 1
+                continue
             if copy is None:
                 copy = Copy(group, part, header.length, header.checksum)
                 group.add(copy)
@@ -74,6 +78,9 @@ class Adoption:
         if group is not None and group.copy_of(part) is not None:
             residency.touched([group], now_us)
             self._tiers.touched([group])
+            return None
+        if group is not None and len(group.copies) >= MAX_COPIES:
+            self.num_refused += 1
             return None
         slot = residency.take_slot(-(-entry.length // PAGE_BYTES), SlotState.VISIBLE, None)
         if slot is None:

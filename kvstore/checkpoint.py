@@ -18,13 +18,13 @@ from typing import Any
 import msgpack
 
 from tournant.kvstore.block import Part, Version
-from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.config import MAX_SEGMENT_BYTES, PAGE_BYTES
 from tournant.kvstore.disk_events import RecordAt, SegmentCover, WriteCheckpoint
 from tournant.kvstore.disk_io import DiskIO, opened, read_all, write_all
 from tournant.kvstore.record import (
     FRAME_BYTES,
     MAX_KV_FORM_BYTES,
-    MAX_SEGMENT_BYTES,
+    MAX_SEGMENT,
     WEIGHTS_ID_BYTES,
     RecordHeader,
     check_header,
@@ -198,6 +198,8 @@ def _parse(reader: _Reader) -> Checkpoint:
     next_segment, count, covers, weights, forms, areas = reader.chunk()
     if _number(count) > MAX_RECORDS or max(len(weights), len(forms), len(areas)) > MAX_SHARED:
         raise ValueError(f"{count} records, {len(weights)} weights, {len(forms)} forms, {len(areas)} parts")
+    if _number(next_segment) > MAX_SEGMENT:
+        raise ValueError(f"the next segment is {next_segment}")
     parts = [Part(*(_number(bound) for bound in area)) for area in areas]
     segments = tuple(SegmentCover(_number(segment), _number(covered)) for segment, covered in covers)
     records: list[RecordAt] = []
@@ -208,7 +210,7 @@ def _parse(reader: _Reader) -> Checkpoint:
         records += (_record(row, weights, forms, parts) for row in rows)
     if len(records) != count or not reader.at_end():
         raise ValueError(f"more than the {count} records of the head")
-    return Checkpoint(_number(next_segment), segments, tuple(records))
+    return Checkpoint(next_segment, segments, tuple(records))
 
 
 def _record(row: Sequence[Any], weights: Sequence[Any], forms: Sequence[Any], parts: Sequence[Part]) -> RecordAt:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -115,6 +115,8 @@ class StoreClient:
         self._over = ""  # why this client is over
         self._free: deque[Lent] = deque()
         self._seq = self._answered = self._read = self._request = 0
+        self._taken: set[tuple[int, int]] = set()  # (page, generation) of slots that are taken and not reported yet
+        self._unanswered: deque[tuple[Report, set[tuple[int, int]]]] = deque()  # with their slots
         self._reported: deque[Reported] = deque()
         self.num_bad = 0
         self.num_moved = 0  # copies given up because the slot got another generation
@@ -146,31 +148,57 @@ class StoreClient:
 
     def take_slot(self) -> Lent | None:
         """A lent slot to write and then report or release; None when the credit is used up."""
-        return self._free.popleft() if self._free else None
+        if not self._free:
+            return None
+        lent = self._free.popleft()
+        self._taken.add((lent.page, lent.generation))
+        return lent
 
     def slot_view(self, page: int, length: int | None = None) -> memoryview:
-        """Memory of a slot, `identity.slot_bytes` long if not told otherwise. Ends with this client: do not keep it."""
-        return self.memory.slot(page, self.identity.slot_bytes if length is None else length)
+        """Memory of a slot, `identity.slot_bytes` long if not told otherwise. Ends with this client: do not keep it.
+
+        Raises ValueError for more than a slot has, and outside the pool.
+        """
+        most = self.identity.slot_bytes
+        if length is not None and length > most:
+            raise ValueError(f"{length} bytes of a slot are asked for; slot_bytes is {most}")
+        return self.memory.slot(page, most if length is None else length)
 
     def write(self, key: bytes, version: Version, payload: memoryview | bytes, depth: int = 0) -> ReportEntry | None:
-        """Copy a payload into a lent slot; the entry to report once the step is over. None without credit."""
+        """Copy a payload into a lent slot; the entry to report once the step is over. None without credit.
+
+        Raises ValueError when the payload does not fill a slot up to less than a page; nothing is copied or taken then.
+        """
+        data = memoryview(payload).cast("B")
+        length, most = len(data), self.identity.slot_bytes
+        least = max(0, most - 1) // PAGE_BYTES * PAGE_BYTES + 1
+        if not least <= length <= most:
+            raise ValueError(f"the payload has {length} bytes; for slot_bytes of {most} it must have {least} to {most}")
         lent = self.take_slot()
         if lent is None:
             return None
-        length = len(payload)
-        self.slot_view(lent.page, length)[:] = payload
-        return ReportEntry(key, version, lent.page, lent.generation, length, checksum(payload), depth=depth)
+        self.slot_view(lent.page, length)[:] = data
+        return ReportEntry(key, version, lent.page, lent.generation, length, checksum(data), depth=depth)
 
     def post(self, entries: Sequence[ReportEntry], released: Sequence[Lent] = ()) -> int:
-        """Send a step's report without waiting; returns its number. The reply adds to `credit` when it is collected.
+        """Send a step's report without waiting; returns its number. The reply adds to `credit` when it is collected,
+        slots of refused entries included.
 
         Raises StoreUnavailable (see the rules: each entry may or may not have become visible), WireError when an entry
-        has no form on the wire (nothing was sent).
+        has no form on the wire and TypeError when one is None (nothing was sent in both cases).
         """
         self._check()
-        pairs = tuple((lent.page, lent.generation) for lent in released)
-        self._send(Report(NO_CLIENT, self._seq + 1, tuple(entries), pairs), self._deadline(None))
+        for number, entry in enumerate(entries):
+            if not isinstance(entry, ReportEntry):
+                raise TypeError(
+                    f"entry {number} is {entry!r}; leave out what `write` returned None for, without credit"
+                )
+        report = Report(
+            NO_CLIENT, self._seq + 1, tuple(entries), tuple((lent.page, lent.generation) for lent in released)
+        )
+        self._send(report, self._deadline(None))
         self._seq += 1
+        self._unanswered.append((report, self._hand_over(report)))
         return self._seq
 
     def collect(self) -> list[Reported]:
@@ -185,8 +213,8 @@ class StoreClient:
     def publish(
         self, entries: Sequence[ReportEntry], released: Sequence[Lent] = (), timeout_s: float | None = None
     ) -> Reported:
-        """Report and wait for the reply: `refused` lists entries that changed nothing, all others are visible as soon
-        as all parts are. Raises like `post`.
+        """Report and wait for the reply: `refused` lists the indexes of entries that changed nothing, whose slots can
+        be written again; all others are visible as soon as all parts are. Raises like `post`.
         """
         seq = self.post(entries, released)
         deadline = self._deadline(timeout_s)
@@ -366,15 +394,44 @@ class StoreClient:
             if attaching:
                 raise StoreRefused(message.message)
             raise StoreUnavailable(f"the store ended this connection: {message.message}")
-        if isinstance(message, Reported) and message.seq > self._answered:
+        if isinstance(message, Reported) and self._answered < message.seq <= self._seq:
             self._answered = message.seq
+            self._take_back(message.refused)
             self._free.extend(Lent(*pair) for pair in message.lent)
             self._reported.append(message)
         return message
 
+    def _hand_over(self, report: Report) -> set[tuple[int, int]]:
+        """Slots that a report names are the store's now; which of those of its entries were this client's."""
+        reported = _slots_of(report.entries)
+        named = reported.union(report.released)
+        ours = reported & self._taken
+        if named - self._taken:  # of an entry that was refused before, and free again
+            ours |= {(lent.page, lent.generation) for lent in self._free} & reported
+            self._free = deque(lent for lent in self._free if (lent.page, lent.generation) not in named)
+        self._taken -= named
+        return ours
+
+    def _take_back(self, refused: Sequence[int]) -> None:
+        """Slots of refused entries of the oldest unanswered report are still lent: they can be written again."""
+        report, slots = self._unanswered.popleft()
+        if not refused:
+            return
+        none = set(refused)
+        slots -= _slots_of(entry for number, entry in enumerate(report.entries) if number not in none)
+        for later, held in self._unanswered:  # which may take what was refused here
+            again = slots & _slots_of(later.entries)
+            held |= again
+            slots -= again.union(later.released)
+        self._free.extend(Lent(*pair) for pair in sorted(slots))
+
     def _lost(self, why: str) -> StoreUnavailable:
         self._over = why
         return StoreUnavailable(f"the store is lost to this client: {why}; attach again")
+
+
+def _slots_of(entries: Iterable[ReportEntry]) -> set[tuple[int, int]]:
+    return {(entry.page, entry.generation) for entry in entries}
 
 
 def connect(

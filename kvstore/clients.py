@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tournant.kvstore.block import KEY_BYTES
 from tournant.kvstore.config import PAGE_BYTES, StoreConfig
 from tournant.kvstore.events import Attach, Reported
-from tournant.kvstore.groups import Group
+from tournant.kvstore.groups import MAX_COPIES, Group
+from tournant.kvstore.record import MAX_KV_FORM_BYTES, MAX_PAYLOAD_BYTES
 from tournant.kvstore.residency import Residency
 from tournant.kvstore.slots import Slot
 
@@ -80,20 +81,33 @@ class ClientTable:
             return f"{len(self.by_number)} clients are attached; at most {config.max_clients} may be"
         if event.tenant_check != self._tenant_check:
             return "the tenant secret is another one than this store's; configure the same secret for all replicas"
-        if len(event.weights_id) != KEY_BYTES or not 0 < len(event.kv_form.encode()) <= KEY_BYTES:
-            return f"weights_id must have {KEY_BYTES} bytes and kv_form a name of up to {KEY_BYTES} bytes"
+        form = event.kv_form.encode()
+        if len(event.weights_id) != KEY_BYTES or not 0 < len(form) <= MAX_KV_FORM_BYTES or b"\0" in form:
+            return (
+                f"weights_id must have {KEY_BYTES} bytes and kv_form a name of up to {MAX_KV_FORM_BYTES} bytes, "
+                "none of them zero"
+            )
         if event.part is None:
             return None if not event.credit else "a reader without a part asks for credit; it must be 0"
         pages = -(-event.slot_bytes // PAGE_BYTES)
-        if event.slot_bytes < 1 or not pool.slots_for(pages):
+        if not 1 <= event.slot_bytes <= MAX_PAYLOAD_BYTES or not pool.slots_for(pages):
             return (
-                f"slot_bytes is {event.slot_bytes}; a slot must fit into one chunk of the pool, which has "
-                f"{min(config.chunk_bytes, config.host_bytes)} bytes"
+                f"slot_bytes is {event.slot_bytes}; a slot must fit into one chunk of the pool and one record, which "
+                f"have {min(config.chunk_bytes, config.host_bytes)} and {MAX_PAYLOAD_BYTES} bytes"
             )
+        if len(event.local_parts) > MAX_COPIES:
+            return f"local_parts lists {len(event.local_parts)} parts; a block may have {MAX_COPIES} on one node"
         if len(self._residency.index.parts) + len(event.local_parts) > MAX_PARTS:
             return f"this store knows {len(self._residency.index.parts)} parts; at most {MAX_PARTS} may be"
         if event.part not in event.local_parts or len(set(event.local_parts)) != len(event.local_parts):
             return "local_parts must list this client's part and every other one once"
+        sizes = {client.pages for client in self.by_number.values() if client.attach.credit} - {pages}
+        if event.credit and len(sizes) >= pool.chunks_for(pages) and not pool.has_way_to(pages):
+            return (
+                f"slots of {pages} pages need a chunk of the pool for themselves; {pool.chunks_for(pages)} chunks are "
+                f"large enough and the slots of {len(sizes)} other sizes in use have them: "
+                "give the store more host_bytes, or smaller chunk_bytes"
+            )
         limit = int(pool.num_pages * config.max_lent_share)
         asked = self.credit_pages() + hard_pages + event.credit * pages
         if event.credit < 0 or asked > limit:
@@ -111,6 +125,11 @@ class ClientTable:
         if event.local_parts != tuple(parts[number] for number in writer.local_parts):
             return f"writer {event.writer_id} has attached with other local_parts; a new group needs a new writer id"
         for other in self.by_number.values():
-            if other.open and other.attach.writer_id == event.writer_id and other.attach.part == event.part:
+            attach = other.attach
+            if attach.part is None or attach.writer_id != event.writer_id:
+                continue
+            if attach.weights_id != event.weights_id:
+                return f"writer {event.writer_id} has attached with other weights; a new group needs a new writer id"
+            if other.open and attach.part == event.part:
                 return f"another client of writer {event.writer_id} stores this part"
         return None

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tournant.kvstore.errors import StoreConfigError
 
 PAGE_BYTES = 4096  # slots, records and segments are whole pages, so that direct I/O can address them
 CHUNK_BYTES = 64 << 20
+MAX_SEGMENT_BYTES = 1 << 40
+MAX_NVME_BYTES = 1 << 60
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ValueError with what to write instead."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("write 1073741824, 512MiB or 1.5GiB")
+    unit = found[2] or "B"
+    number = float(found[1]) * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0])
+    if not number < 1 << 62:
+        raise ValueError("that is more than any machine has")
+    return int(found[1]) if found[1].isdecimal() and unit == "B" else int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +31,8 @@ class StoreConfig:
     """What an operator chooses about a node store.
 
     host_bytes: size of the pool in RAM; nvme_bytes: most bytes in the folder, 0 = no NVMe tier; segment_bytes: size of
-    one file there; eviction, admission: names from `policies`; copy_start, copy_parallel, copy_stop: watermarks of
+    one file there; prefetch_blocks: blocks behind the end of an opened chain that are loaded from NVMe before they are
+    asked for, 0 = none; eviction, admission: names from `policies`; copy_start, copy_parallel, copy_stop: watermarks of
     STORE.md section 4 as shares of the pool; num_copiers: writes to disk at once above `copy_parallel`.
 
     Shares of the pool: max_lent_share for lent and hard-pinned slots together, max_pinned_share for soft pins.
@@ -30,6 +47,7 @@ class StoreConfig:
     segment_bytes: int = 64 << 20
     eviction: str = "lru"
     admission: str = "all"
+    prefetch_blocks: int = 0
     copy_start: float = 0.70
     copy_parallel: float = 0.90
     copy_stop: float = 0.50
@@ -60,8 +78,13 @@ class StoreConfig:
             raise StoreConfigError(
                 f"nvme_bytes is {self.nvme_bytes}; it must be 0 or at least two segments of {self.segment_bytes} bytes"
             )
-        if self.segment_bytes < PAGE_BYTES or self.segment_bytes % PAGE_BYTES:
-            raise StoreConfigError(f"segment_bytes is {self.segment_bytes}; it must be a multiple of {PAGE_BYTES}")
+        if not PAGE_BYTES <= self.segment_bytes <= MAX_SEGMENT_BYTES or self.segment_bytes % PAGE_BYTES:
+            raise StoreConfigError(
+                f"segment_bytes is {self.segment_bytes}; it must be a multiple of {PAGE_BYTES}, at most "
+                f"{MAX_SEGMENT_BYTES}"
+            )
+        if self.nvme_bytes > MAX_NVME_BYTES:
+            raise StoreConfigError(f"nvme_bytes is {self.nvme_bytes}; it must be at most {MAX_NVME_BYTES}")
         if not 0 < self.copy_stop <= self.copy_start <= self.copy_parallel <= 1:
             raise StoreConfigError(
                 f"watermarks are stop {self.copy_stop}, start {self.copy_start}, parallel {self.copy_parallel}; "
@@ -70,6 +93,10 @@ class StoreConfig:
         for name in ("max_lent_share", "max_pinned_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")
+        if not 0 <= self.prefetch_blocks <= self.max_keys:
+            raise StoreConfigError(
+                f"prefetch_blocks is {self.prefetch_blocks}; it must be 0 to {self.max_keys} (max_keys)"
+            )
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")

@@ -216,8 +216,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """lent: newly lent (page, generation) pairs; refused: indexes of entries that changed nothing (a slot
-    that was lent to the client still is)."""
+    """lent: newly lent (page, generation) pairs; refused: indexes, in the report, of entries that changed nothing (a
+    slot that was lent to the client still is).
+    """
 
     seq: int
     lent: tuple[tuple[int, int], ...]

@@ -20,6 +20,7 @@ from tournant.kvstore.errors import InvariantViolation
 from tournant.kvstore.slots import Slot, SlotState
 
 HEAT_MAX = 3  # two bits
+MAX_COPIES = 127  # parts of a group: the handles of both versions of a key are counted in one byte
 _VISIBLE, _LOADING = SlotState.VISIBLE, SlotState.LOADING
 
 

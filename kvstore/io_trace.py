@@ -76,9 +76,9 @@ def _request(index: int, number: int, fields: Sequence[str]) -> IoRequest:
     try:
         arrival, position, length = (int(field) for field in fields)
     except ValueError:
-        raise TraceError(f"line {number} is {' '.join(fields)!r}; it must be `arrival position length`") from None
+        raise TraceError(f"line {number} is {' '.join(fields)!r:.100}; it must be `arrival position length`") from None
     if not all(0 <= value < MAX_POSITION for value in (arrival, position, length)):
-        raise TraceError(f"line {number} is {' '.join(fields)!r}; numbers must be from 0 to below 2**63")
+        raise TraceError(f"line {number} is {' '.join(fields)!r:.100}; numbers must be from 0 to below 2**63")
     return IoRequest(index, position, length, arrival)
 
 

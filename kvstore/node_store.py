@@ -54,6 +54,7 @@ from tournant.kvstore.events import (
 from tournant.kvstore.groups import Copy, Group
 from tournant.kvstore.hard_pins import HardPins
 from tournant.kvstore.policies import make_admission, make_eviction
+from tournant.kvstore.policies.prefetch import ChainSuccessors
 from tournant.kvstore.reads import ReadTable
 from tournant.kvstore.residency import Residency
 from tournant.kvstore.slots import SlotState
@@ -67,6 +68,7 @@ Event = (
 )  # fmt: skip
 Instruction = SetGenerations | Fill | Send | Disconnect | Verify | Drained | DiskInstruction
 
+MAX_LOADING = 0.125  # share of the pool that loads may hold before nothing is prefetched
 MAX_VERSIONS = 2  # per key, STORE.md section 4
 _MAX_U64 = (1 << 64) - 1
 
@@ -86,6 +88,9 @@ class NodeStore:
         self.reads = ReadTable(self.residency)
         self.clients = ClientTable(config, self.residency, tenant_check)
         self.hard_pins = HardPins(self.residency)
+        self._successors: ChainSuccessors[bytes] | None = (
+            ChainSuccessors() if config.prefetch_blocks and config.nvme_bytes else None
+        )
         self._draining = False
         self._clock_us = 0  # advances with `now_us`, never goes back
         self._last_now_us: int | None = None
@@ -186,13 +191,17 @@ class NodeStore:
         if client is not None and client.open:
             client.open = False
             self.reads.close_client(event.client)
+            if client.attach.part is None and not client.hard:  # it can touch nothing any more
+                self._forget_client(client)
 
     def _on_exited(self, event: ClientExited) -> None:
-        client = self.clients.by_number.get(event.client)
-        if client is None:
-            return
         self._on_closed(ClientClosed(event.client))
-        del self.clients.by_number[event.client]
+        client = self.clients.by_number.get(event.client)
+        if client is not None:
+            self._forget_client(client)
+
+    def _forget_client(self, client: Client) -> None:
+        del self.clients.by_number[client.attach.client]
         for slot in client.lent.values():
             self.residency.pool.free(slot)
         self.hard_pins.unpin_all(client)
@@ -257,7 +266,7 @@ class NodeStore:
             return False
         index, residency = self.residency.index, self.residency
         group = index.find(entry.key, version.writer_id, version.counter)
-        if group is not None and group.copy_of(client.part) is not None:
+        if group is not None and (group.gid not in writer.incomplete or group.copy_of(client.part) is not None):
             return False
         del client.lent[entry.page]
         if group is None:
@@ -315,7 +324,20 @@ class NodeStore:
         read = self.reads.find(event.client, event.read)
         if read is not None and self.tiers.enabled:
             self.tiers.touched([shown[0] for shown in read.groups])
+        if self._successors is not None:
+            self._prefetch(self._successors, event.keys, len(reply.counts))
         self._out.append(Send(event.client, reply))
+
+    def _prefetch(self, successors: ChainSuccessors[bytes], keys: tuple[bytes, ...], shown: int) -> None:
+        """Load what followed this chain last time, while loads take at most MAX_LOADING of the pool."""
+        successors.observe(keys)
+        pool = self.residency.pool
+        if shown < len(keys) or not keys or pool.pages[SlotState.LOADING] > MAX_LOADING * pool.num_pages:
+            return  # behind a hole nothing is of use
+        index = self.residency.index.by_key
+        found = [index.get(key) for key in successors.predict(keys[-1], self.config.prefetch_blocks)]
+        groups = [group for group in found if group is not None and group.on_nvme and not group.in_host]
+        self.stats.prefetched += len(self.tiers.loader.load(groups, self._clock_us))
 
     def _on_fetch(self, event: Fetch) -> None:
         read = self.reads.find(event.client, event.read)

@@ -25,12 +25,12 @@ from tournant.kvstore.checkpoint import (
     read_checkpoint,
 )
 from tournant.kvstore.codecs import restore
-from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.config import MAX_SEGMENT_BYTES, PAGE_BYTES
 from tournant.kvstore.disk_events import RecordAt, Recovery, SegmentFound
 from tournant.kvstore.disk_io import PROBE_NAME, DiskIO, FolderRefused, RealDisk, opened, page_buffer, read_all
 from tournant.kvstore.record import (
     FRAME_BYTES,
-    MAX_SEGMENT_BYTES,
+    MAX_SEGMENT,
     CorruptBlock,
     RecordRefused,
     Stored,
@@ -55,7 +55,8 @@ def segment_name(segment: int) -> str:
 def segment_number(name: str) -> int | None:
     """Number of the segment with this name, None for other names."""
     found = _SEGMENT_NAME.fullmatch(name)
-    return None if found is None else int(found[1], 16)
+    number = MAX_SEGMENT + 1 if found is None else int(found[1], 16)
+    return number if number <= MAX_SEGMENT else None
 
 
 def is_ours(name: str) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 
 from tournant.kvstore.checkpoint import write_checkpoint
 from tournant.kvstore.codecs import CODECS, Codecs
-from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.config import MAX_SEGMENT_BYTES, PAGE_BYTES
 from tournant.kvstore.disk_events import (
     MAX_RUN_RECORDS,
     CheckpointDone,
@@ -56,7 +56,6 @@ from tournant.kvstore.policies.io_order import ORDERS, IoRequest
 from tournant.kvstore.record import (
     FRAME_BYTES,
     MAX_KV_FORM_BYTES,
-    MAX_SEGMENT_BYTES,
     check_header,
     record_bytes,
 )

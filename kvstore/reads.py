@@ -107,10 +107,10 @@ class ReadTable:
             if chosen is None:
                 break
             kept.append(chosen)
-        chosen_ids = {group.gid for group in kept}
-        for shown in read.groups:
+        for place, shown in enumerate(read.groups):
+            chosen = kept[place] if place < len(kept) else None
             for group in shown:
-                if group.gid not in chosen_ids:
+                if group is not chosen:
                     self._residency.unpin(group)
         read.groups = [[group] for group in kept]
         read.picks = kept
@@ -120,6 +120,8 @@ class ReadTable:
         """The fetch of this read waits for the load of a group."""
         if read.waiting is None:
             raise InvariantViolation(f"read {read.counter} waits for a load before its fetch")
+        if group.gid in read.waiting:  # a chain that names a key twice
+            return
         read.waiting[group.gid] = group
         self.waiting_for.setdefault(group.gid, []).append(read)
 

@@ -24,7 +24,7 @@ HEADER_MAGIC, TRAILER_MAGIC = b"TRNTHEAD", b"TRNTTAIL"
 WEIGHTS_ID_BYTES = 32
 MAX_KV_FORM_BYTES = 32
 MAX_PAYLOAD_BYTES = 64 << 20  # the largest slot of a pool: one chunk
-MAX_SEGMENT_BYTES = 1 << 40
+MAX_SEGMENT = 1 << 62  # numbers above it are nobody's: there is always a next one
 FRAME_BYTES = 2 * PAGE_BYTES  # header and trailer
 
 CODEC_NONE, CODEC_LZ4_PLANES_2, CODEC_LZ4_PLANES_4 = 0, 1, 2

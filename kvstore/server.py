@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import gc
 import logging
@@ -25,9 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from tournant.kvstore import admin
 from tournant.kvstore.admin_desk import AdminDesk
@@ -47,6 +44,7 @@ from tournant.kvstore.events import (
 )
 from tournant.kvstore.host_tier import HostMemory
 from tournant.kvstore.nvme_tier import NvmeConfig
+from tournant.kvstore.server_flags import parse_flags, values_of
 from tournant.kvstore.shell import ForClients, NvmePlace, StoreShell
 from tournant.kvstore.socket_transport import MAX_PATH_BYTES, RECEIVE_BYTES, peer_credentials
 from tournant.kvstore.wire import MAX_REQUEST_BYTES, Answer, FrameBuffer, Request, WireError, decode_request, encode
@@ -55,7 +53,8 @@ DRAIN_S = 10.0
 ATTACH_S = 30.0  # a connection that has not attached by then is ended
 MAX_BACKLOG_BYTES = 4 << 20  # unread replies at which a connection is ended
 READY = b"ready\n"
-MAX_STRANGERS = 64  # connections that have not attached
+MAX_STRANGERS = 64  # connections that have not attached; the oldest makes room for one more
+ACCEPT_AGAIN_S = 1.0  # pause after a connection that the system did not let in
 _QUERIES = (admin.StatusQuery, admin.ListBlocks, admin.VerifyBlocks, admin.Clear)
 _GC_THRESHOLDS = (
     10_000,
@@ -95,6 +94,7 @@ class StoreServer:
         self._peers: dict[int, _Peer] = {}
         self._exits: dict[int, int] = {}  # client -> pidfd
         self._next_number = 1
+        self._accept_again = 0.0  # when to listen again after the system gave no descriptor, 0 = it does
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, "new")
         self._selector.register(shell.wake_fd, selectors.EVENT_READ, None)
@@ -128,6 +128,9 @@ class StoreServer:
                 self._exited(client)
             if woken or self._shell.until_tick_s() <= 0:
                 self._end_strangers()
+                if self._accept_again and time.monotonic() > self._accept_again:
+                    self._accept_again = 0.0
+                    self._selector.register(self._listener, selectors.EVENT_READ, "new")
                 self._deliver(self._shell.pump())
 
     def _begin_to_drain(self, fd: int) -> None:
@@ -143,12 +146,16 @@ class StoreServer:
             sock, _ = self._listener.accept()
         except OSError as error:
             _LOG.warning("a connection cannot be taken: %s", error)
+            self._selector.unregister(self._listener)  # it would be readable all the time
+            self._accept_again = time.monotonic() + ACCEPT_AGAIN_S
             return
         pid, uid = peer_credentials(sock)
-        strangers = sum(not peer.attached for peer in self._peers.values())
-        if uid != os.geteuid() or strangers >= MAX_STRANGERS:
+        if uid != os.geteuid():
             sock.close()
             return
+        strangers = [peer for peer in self._peers.values() if not peer.attached]
+        if len(strangers) >= MAX_STRANGERS:
+            self._end(strangers[0], "too many connections have not attached")
         sock.setblocking(False)
         peer = _Peer(sock, self._next_number, pid)
         self._next_number += 1
@@ -156,6 +163,8 @@ class StoreServer:
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
     def _serve(self, peer: _Peer, mask: int) -> None:
+        if peer.number not in self._peers:  # ended by what came before it in this round
+            return
         if mask & selectors.EVENT_WRITE:
             self._flush(peer)
         if not mask & selectors.EVENT_READ or peer.number not in self._peers:
@@ -216,14 +225,20 @@ class StoreServer:
         del self._peers[peer.number]
         if peer.attached:
             self._deliver(self._shell.handle(ClientClosed(peer.number)))
+            if peer.number not in self._shell.core.clients.by_number:
+                self._close_pidfd(peer.number)
 
     def _exited(self, client: int) -> None:
-        pidfd = self._exits.pop(client)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
+        self._close_pidfd(client)
         if client in self._peers:  # a forked child holds it
             self._end(self._peers[client])
         self._deliver(self._shell.handle(ClientExited(client)))
+
+    def _close_pidfd(self, client: int) -> None:
+        pidfd = self._exits.pop(client, -1)
+        if pidfd >= 0:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
 
     def _end_strangers(self) -> None:
         late = time.monotonic() - ATTACH_S
@@ -313,7 +328,7 @@ def _pidfd_problem(peer: _Peer) -> str:
     if peer.passed < 0:
         return "the attach came without a pidfd"
     try:
-        text = Path(f"/proc/self/fdinfo/{peer.passed}").read_text(encoding="ascii")
+        text = Path(f"/proc/self/fdinfo/{peer.passed}").read_text("ascii", "replace")
     except OSError as error:
         return f"the descriptor that came along cannot be looked at: {error}"
     pids = [line.split()[1] for line in text.splitlines() if line.startswith("Pid:")]
@@ -376,47 +391,26 @@ def _remove_stale(path: Path) -> None:
     raise StoreConfigError(f"another store listens at {path}; stop it or choose another path")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("tournant.kvstore.server", description="One node's block store.")
-    parser.add_argument("--socket", type=Path, required=True, help="where to listen; its folder is made with mode 0700")
-    parser.add_argument("--nvme-folder", type=Path, help="folder of the NVMe tier; needs --nvme-bytes")
-    parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="most seconds to copy down at the end")
-    parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this process, the parent, ends")
-    parser.add_argument("--ready-fd", type=int, help="descriptor that gets a line when clients can attach")
-    parser.add_argument("--tenant-check-fd", type=int, help="descriptor that the check word of the tenant is read from")
-    for cls, prefix in ((StoreConfig, "--"), (NvmeConfig, "--nvme-")):
-        for field in fields(cls):
-            name = prefix + field.name.replace("_", "-")
-            kind: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
-            if field.type == "bool":
-                kind["action"] = argparse.BooleanOptionalAction
-            else:
-                kind["type"] = {"int": int, "float": float}.get(str(field.type), str)
-            parser.add_argument(name, dest=f"{cls.__name__}.{field.name}", **kind)
-    return parser.parse_args(argv)
-
-
 def _parent_pidfd(pid: int | None) -> int:
     if pid is None:
         return -1
-    pidfd = os.pidfd_open(pid)
-    if os.getppid() != pid:
-        raise StoreConfigError(f"process {pid} is not the parent of this store, or it has ended")
-    return pidfd
+    with suppress(OSError, OverflowError):
+        pidfd = os.pidfd_open(pid)
+        if os.getppid() == pid:  # asked after the opening: the number was not another process's by then
+            return pidfd
+        os.close(pidfd)
+    raise StoreConfigError(f"process {pid} is not the parent of this store, or it has ended")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a store; the exit code: 0 after a drain, 2 when it cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    args = _arguments(argv)
-    values = vars(args)
-
-    def config_of(cls: type) -> dict[str, Any]:
-        return {field.name: values[f"{cls.__name__}.{field.name}"] for field in fields(cls)}
-
+    args = parse_flags(argv)
     try:
-        config = StoreConfig(**config_of(StoreConfig))
-        nvme = None if args.nvme_folder is None else NvmePlace(args.nvme_folder, NvmeConfig(**config_of(NvmeConfig)))
+        config = StoreConfig(**values_of(args, StoreConfig))
+        nvme = (
+            None if args.nvme_folder is None else NvmePlace(args.nvme_folder, NvmeConfig(**values_of(args, NvmeConfig)))
+        )
         parent = _parent_pidfd(args.with_parent)
         tenant_check = b""
         if args.tenant_check_fd is not None:
@@ -434,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gc.set_threshold(*_GC_THRESHOLDS)
     server = StoreServer(listener, shell, parent, args.drain_s)
+    _LOG.info("ready at %s: %s", args.socket, _facts(config, args.nvme_folder, shell))
     _tell(args.ready_fd, READY)
     server.run()
     with suppress(OSError):
@@ -441,6 +436,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not shell.close():
         os._exit(0)  # a hung call to the disk would hold up the interpreter's end
     return 0
+
+
+def _facts(config: StoreConfig, nvme_folder: Path | None, shell: StoreShell) -> str:
+    pool = f"pool of {config.host_bytes:,} bytes"
+    if nvme_folder is None:
+        return f"{pool}, no NVMe folder"
+    adopted = shell.core.stats.adopted
+    return f"{pool}, up to {config.nvme_bytes:,} bytes in {nvme_folder}, {adopted:,} blocks adopted from there"
 
 
 def _tell(fd: int | None, line: bytes) -> None:

@@ -47,21 +47,27 @@ class Slot:
 class Chunk:
     """A stretch of the pool, cut into slots of one size. index: its place; free: slots of it that are FREE."""
 
-    __slots__ = ("free", "index", "slots")
+    __slots__ = ("free", "index", "pages", "slots")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, pages: int) -> None:
         self.index = index
+        self.pages = pages
         self.slots: list[Slot] = []
         self.free = 0
 
 
 class SlotPool:
-    """All slots of one pool of `host_bytes`. Pure bookkeeping; `bumped` collects generations that readers must see."""
+    """All slots of one pool of `host_bytes`. Pure bookkeeping; `bumped` collects generations that readers must see.
+
+    The last chunk is shorter than the others when `host_bytes` is no multiple of `chunk_bytes`.
+    """
 
     def __init__(self, host_bytes: int, chunk_bytes: int) -> None:
         self._chunk_pages = min(chunk_bytes, host_bytes) // PAGE_BYTES
         self.num_pages = host_bytes // PAGE_BYTES
-        self._uncut = [Chunk(index) for index in reversed(range(self.num_pages // self._chunk_pages))]
+        starts = range(0, self.num_pages, self._chunk_pages)
+        self._sizes = [min(self._chunk_pages, self.num_pages - start) for start in starts]
+        self._uncut = [Chunk(index, size) for index, size in reversed(list(enumerate(self._sizes)))]
         self._cut: dict[int, list[Chunk]] = {}  # slot size in pages -> chunks cut to it
         self._free: dict[int, list[Slot]] = {}  # slot size in pages -> free slots, the last is taken first
         self._by_page: dict[int, Slot] = {}
@@ -72,7 +78,18 @@ class SlotPool:
 
     def slots_for(self, pages: int) -> int:
         """How many slots of this size the whole pool would hold."""
-        return self._chunk_pages // pages * (self.num_pages // self._chunk_pages)
+        return sum(size // pages for size in self._sizes)
+
+    def chunks_for(self, pages: int) -> int:
+        """How many chunks are large enough for a slot of this size."""
+        return sum(size >= pages for size in self._sizes)
+
+    def has_way_to(self, pages: int) -> bool:
+        """Whether a chunk has slots of this size, or can have them while all slots that are lent stay lent."""
+        if self._cut.get(pages) or self._can_cut_new(pages):
+            return True
+        others = self.chunks_of_other_sizes(pages)
+        return any(all(slot.state is not SlotState.LENT for slot in chunk.slots) for chunk in others)
 
     def find(self, page: int, generation: int) -> Slot | None:
         """The slot of this name, or None when it is another generation by now."""
@@ -119,18 +136,19 @@ class SlotPool:
         return len(self._free.get(pages, ()))
 
     def chunks_of_other_sizes(self, pages: int) -> list[Chunk]:
-        """Chunks that are cut to another size, those with the most free slots first."""
-        chunks = [chunk for size, cut in self._cut.items() if size != pages for chunk in cut]
+        """Chunks that are cut to another size and large enough for this one, those with the most free slots first."""
+        chunks = [c for size, cut in self._cut.items() if size != pages for c in cut if c.pages >= pages]
         return sorted(chunks, key=lambda chunk: (-chunk.free * chunk.slots[0].pages, chunk.index))
 
     def _cut_chunk(self, pages: int) -> bool:
-        if not self._uncut and len(self._cut) == (pages in self._cut):  # usual: one slot size, all chunks in use
+        new = self._can_cut_new(pages)
+        if not new and len(self._cut) == (pages in self._cut):  # usual: one slot size, all chunks in use
             return False
-        chunk = self._uncut.pop() if self._uncut else self._returned(pages)
+        chunk = self._uncut.pop() if new else self._returned(pages)
         if chunk is None:
             return False
         first = chunk.index * self._chunk_pages
-        for page in range(first, first + self._chunk_pages // pages * pages, pages):
+        for page in range(first, first + chunk.pages // pages * pages, pages):
             slot = Slot(page, pages, self._generations.pop(page, 1), chunk)
             chunk.slots.append(slot)
             self._by_page[page] = slot
@@ -140,6 +158,9 @@ class SlotPool:
         self._free.setdefault(pages, []).extend(reversed(chunk.slots))
         self.pages[SlotState.FREE] += pages * len(chunk.slots)
         return True
+
+    def _can_cut_new(self, pages: int) -> bool:
+        return bool(self._uncut) and self._uncut[-1].pages >= pages  # the short one is the last to be taken
 
     def _returned(self, pages: int) -> Chunk | None:
         """A chunk of another size whose slots are all FREE, taken apart."""

@@ -18,6 +18,7 @@ class StoreStats:
     keys_found: int = 0
     expired_reads: int = 0
     late_fetches: int = 0
+    prefetched: int = 0
     adopted: int = 0
     refused_records: int = 0
     corrupt_records: int = 0

@@ -111,7 +111,8 @@ class TierManager:
     def _consider(self, group: Group) -> None:
         if not self.enabled or group.gid in self._dirty or not group.in_policy or group.on_nvme:
             return
-        if any(copy.io for copy in group.copies) or record_bytes(group.held_bytes) > self.config.segment_bytes // 2:
+        size = sum(record_bytes(copy.length) for copy in group.copies)
+        if any(copy.io for copy in group.copies) or size > self.config.segment_bytes // 2:
             return
         if self._admission.admit(group.key, group.heat):
             self._dirty[group.gid] = group
@@ -360,8 +361,10 @@ class TierManager:
             self.ios.out.append(WriteCheckpoint(self._checkpoint_io, self.log.next_number, *made))
 
     def verify(self, copy: Copy, now_us: int) -> None:
-        """Have the bytes of a host slot checked; the slot is held until `verified`."""
-        if copy.slot is not None and not copy.io:
+        """Have the bytes of a block's host slot checked; the slot is held until `verified`. Only of blocks that can be
+        read: one that lacks parts is its writer's to drop.
+        """
+        if copy.slot is not None and copy.readable and copy.group.complete and not copy.io:
             self._left_host(copy.group)  # not written down while in doubt
             copy.io, _ = self.ios.start(Verify, now_us, 0, [copy])
             self.ios.checks.append(Verify(copy.io, copy.slot.page, copy.length, copy.checksum))

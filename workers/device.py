@@ -223,11 +223,7 @@ class CudaDevice(Device):
     num_in_flight = 2
 
     def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device is 'cuda', but torch {torch.__version__} finds no usable NVIDIA GPU {index} here; choose cpu "
-                "or auto"
-            )
+        require_cuda(index)
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         try:
@@ -301,6 +297,15 @@ class CudaDevice(Device):
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Page-locked memory."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+
+def require_cuda(index: int = 0) -> None:
+    """Raises ConfigError where this NVIDIA GPU cannot be used."""
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is 'cuda', but torch {torch.__version__} finds no usable NVIDIA GPU {index} here; choose cpu "
+            "or auto"
+        )
 
 
 def make_device(name: str) -> Device:

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 from tournant.kvstore.errors import StoreConfigError
 
 CAPACITY = 1 << 16
+Key = TypeVar("Key", bound=Hashable)
 
 
-class ChainSuccessors:
+class ChainSuccessors(Generic[Key]):
     """key -> key that followed it last. Two generations: when the younger is full, the older is forgotten."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise StoreConfigError(f"capacity is {capacity}; it must be 1 or more")
         self._capacity = capacity
-        self._young: dict[Hashable, Hashable] = {}
-        self._old: dict[Hashable, Hashable] = {}
+        self._young: dict[Key, Key] = {}
+        self._old: dict[Key, Key] = {}
 
-    def observe(self, keys: Sequence[Hashable]) -> None:
+    def observe(self, keys: Sequence[Key]) -> None:
         """A request asked for this chain, head first."""
         for start in range(0, len(keys) - 1, self._capacity):
             part = keys[start : start + self._capacity + 1]
@@ -34,9 +36,9 @@ class ChainSuccessors:
             if len(self._young) >= self._capacity:
                 self._old, self._young = self._young, {}
 
-    def predict(self, key: Hashable, count: int) -> list[Hashable]:
+    def predict(self, key: Key, count: int) -> list[Key]:
         """Up to `count` keys that followed `key` and one another last time, nearest first."""
-        found: list[Hashable] = []
+        found: list[Key] = []
         seen = {key}
         while len(found) < count:
             following = self._young.get(key)

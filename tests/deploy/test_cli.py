@@ -43,6 +43,42 @@ def test_help_tells_the_default(name: str) -> None:
     assert f"[{default:g}]" in option.help if isinstance(default, float) else f"[{default}]" in option.help
 
 
+def test_help_is_printed_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are markup to the printer unless they are escaped."""
+    monkeypatch.setenv("COLUMNS", "250")
+    code, output = run("serve", "--help")
+    assert code == 0
+    told = [
+        parameter.annotation.__metadata__[0].help
+        for parameter in inspect.signature(cli.serve, eval_str=True).parameters.values()
+    ]
+    defaults = [text[text.index("[") :] for text in told if "[" in text]
+    assert len(defaults) >= 12
+    assert not [default for default in defaults if default not in output]
+    assert "\\[" not in output
+
+
+@pytest.mark.parametrize(
+    ("native", "said"),
+    [(True, "m in bfloat16, weights as quantised in the file, on cpu, KV"), (False, "m in bfloat16 on cpu, KV")],
+)
+def test_the_ready_line_says_how_weights_are_multiplied(
+    capsys: pytest.CaptureFixture[str], native: bool, said: str
+) -> None:
+    facts = {"model": "m", "dtype": "bfloat16", "device": "cpu", "pool_tokens": 9000, "max_sequence_tokens": 8192}
+    cli.ServiceRun(cli.make_plan(None, {}))._show_ready(facts | {"native_weights": native})
+    assert said in capsys.readouterr().out
+
+
+def test_the_question_that_is_printed_is_the_one_of_readme_and_examples() -> None:
+    root = Path(__file__).parents[2]
+    for path in (
+        root / "README.md",
+        *(root / "examples" / f"{name}.py" for name in ("handle", "openai_client", "offline")),
+    ):
+        assert f'"{cli.QUESTION}"' in path.read_text(encoding="utf-8"), path
+
+
 def test_version() -> None:
     code, output = run("version")
     assert code == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from tests.helpers.nvme import TestTier
 from tournant.deploy.cli import app
+from tournant.deploy.kv_cli import MAX_TRACE_BYTES
 from tournant.kvstore.disk_events import WriteRecords
 from tournant.kvstore.io_trace import format_trace
 from tournant.kvstore.nvme_folder import LOCK_NAME, segment_name
@@ -43,6 +47,15 @@ def test_ls_and_verify_of_a_good_folder(folder: Path) -> None:
     assert listed.output.count("bf16 5000 bytes, 5000 stored (none)") == 3
     assert "adopted 3, refused 0, corrupt 0" in listed.output
     assert kv("verify", folder).exit_code == 0
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    command = [Path(sys.executable).parent / "tournant", "kv", "ls", folder, "--records"]
+    found = subprocess.run(command, stdout=writable, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writable)
+    assert found.stderr == ""
 
 
 def test_verify_finds_what_ls_does_not_read(folder: Path) -> None:
@@ -103,3 +116,27 @@ def test_io_trace_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [["missing-file"], ["1,2", "--ends", "5:1"], ["1,2", "--start", "-1"]])
 def test_io_trace_refuses_nonsense(words: list[str]) -> None:
     assert kv("io-trace", *words).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("queue", "message"),
+    [
+        ("98,-5,3", "'98,-5,3' is neither a file nor positions"),
+        ("", "'' is neither a file nor positions"),
+        ("/dev/zero", f"/dev/zero has more than {MAX_TRACE_BYTES} bytes"),
+    ],
+)
+def test_what_is_no_queue_is_named(queue: str, message: str) -> None:
+    found = kv("io-trace", queue)
+    assert found.exit_code == 2
+    assert message in found.stderr
+
+
+def test_io_trace_of_files_that_hold_none(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "digits").write_text("0 " + "9" * 5000 + " 1")
+    for name, message in (("binary", "binary is no text in UTF-8"), ("digits", "it must be `arrival position length`")):
+        found = kv("io-trace", tmp_path / name)
+        assert found.exit_code == 2
+        assert message in found.stderr
+        assert len(found.stderr) < 500

@@ -16,6 +16,13 @@ from tournant.kvstore.host_tier import HostMemory
 PAGES = 1100  # more generations than fit into two pages
 
 
+def mapped_memfds() -> set[int]:
+    """Inodes of the memfds of stores that this process maps."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = [line.split(maxsplit=5) for line in lines]
+    return {int(one[4]) for one in fields if len(one) == 6 and one[5].startswith("/memfd:tournant-")}
+
+
 def adopted(memory: HostMemory) -> HostMemory:
     return HostMemory.adopt(os.dup(memory.pool_fd), os.dup(memory.generations_fd))
 
@@ -61,11 +68,27 @@ def test_all_of_it_is_in_memory_at_once() -> None:
 
 def test_a_forked_child_has_none_of_it() -> None:
     store = HostMemory.create(PAGES * PAGE_BYTES)
+    files = {os.fstat(fd).st_ino for fd in (store.pool_fd, store.generations_fd)}
 
     def body() -> int:
-        return int("tournant-" in Path("/proc/self/maps").read_text(encoding="ascii"))
+        return int(bool(files & mapped_memfds()))
 
+    assert mapped_memfds() >= files
     assert exit_of(forked(body)) == 0
+    store.close()
+
+
+def test_only_the_mappings_of_the_store_itself_count(tmp_path: Path) -> None:
+    """What else has the name of the project, such as a mapped file or another store, does not."""
+    store, other = HostMemory.create(PAGE_BYTES), HostMemory.create(PAGE_BYTES)
+    path = tmp_path / "tournant-memfd:"
+    path.write_bytes(bytes(PAGE_BYTES))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        found = mapped_memfds()
+        assert os.fstat(file.fileno()).st_ino not in found
+    assert {os.fstat(one.pool_fd).st_ino for one in (store, other)} <= found
+    assert os.fstat(store.pool_fd).st_ino != os.fstat(other.pool_fd).st_ino
+    other.close()
     store.close()
 
 

@@ -95,6 +95,73 @@ def test_only_slots_that_are_lent_can_be_reported(store: Store) -> None:
     assert len(read(rank, keys(1))) == 1
 
 
+@pytest.mark.parametrize("length", [SLOT + 1, 5 * SLOT, SLOT - PAGE_BYTES, 0])
+def test_a_payload_that_does_not_fit_its_slot_is_refused_and_touches_nothing(store: Store, length: int) -> None:
+    store.start()
+    rank = store.attach(writer(credit=2))
+    before = bytes(rank.memory.pool[: 8 * SLOT])
+    with pytest.raises(ValueError, match=f"payload has {length} bytes; for slot_bytes of {SLOT} it must have 4097 to"):
+        rank.write(keys(1)[0], Version(rank.identity.writer_id, 1), b"x" * length)
+    assert bytes(rank.memory.pool[: 8 * SLOT]) == before
+    assert rank.credit == 2
+    with pytest.raises(ValueError, match=f"{SLOT + 1} bytes of a slot"):
+        rank.slot_view(0, SLOT + 1)
+    shortest = rank.write(keys(1)[0], Version(rank.identity.writer_id, 1), memoryview(bytes(PAGE_BYTES + 1)))
+    assert shortest is not None
+    assert rank.publish([shortest]).refused == ()
+
+
+def test_slots_of_refused_entries_can_be_written_again(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=3))
+    chain = keys(4)
+    first, second = entry(rank, chain[0], 1), entry(rank, chain[1], 2)
+    assert first is not None
+    assert second is not None
+    stolen = replace(first, version=Version(1 << 50, 1))
+    reply = rank.publish([stolen, second, stolen, replace(second, generation=99)])
+    assert reply.refused == (0, 2, 3)
+    assert rank.credit == 3, "each slot once: the refused one, the new one, and the one never used"
+    rank.post([stolen])
+    assert rank.credit == 2
+    assert rank.publish([first]).refused == (), "the entry is put right and reported again"
+    assert rank.credit == 3
+    rank.publish([stolen], [Lent(first.page, first.generation)])
+    assert rank.credit == 3
+    assert write(rank, chain[2:], first=10) == 2
+    assert len(read(rank, chain)) == 4
+    assert store.pages(SlotState.LENT) == 3 * SLOT // PAGE_BYTES
+
+
+def test_an_entry_that_is_none_is_named_before_anything_is_sent(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=1))
+    chain = keys(2)
+    entries = [entry(rank, key, counter) for counter, key in enumerate(chain, start=1)]
+    with pytest.raises(TypeError, match="entry 1 is None"):
+        rank.publish(entries)  # type: ignore[arg-type]
+    assert rank.publish(entries[:1]).refused == ()  # type: ignore[arg-type]
+    assert len(read(rank, chain)) == 1
+
+
+def test_a_slot_size_that_could_never_get_a_slot_is_refused(store: Store) -> None:
+    store.start(host_bytes=32 * SLOT)
+    first = store.attach(writer(credit=2))
+    with pytest.raises(StoreRefused, match="slots of 4 pages need a chunk"):
+        store.attach(writer(credit=1, slot_bytes=2 * SLOT))
+    assert write(first, keys(8)) == 8
+    assert store.attach(writer(credit=2)).credit == 2, "another client with the same size is served"
+
+
+def test_the_short_last_chunk_is_used(store: Store) -> None:
+    store.start(host_bytes=20 * SLOT, chunk_bytes=16 * SLOT)
+    rank = store.attach(writer(credit=2))
+    chain = keys(18)
+    assert write(rank, chain) == 18
+    assert len(read(rank, chain[:9])) == 9
+    assert len(read(rank, chain[9:])) == 9, "18 blocks and 2 lent slots fill the pool"
+
+
 def test_released_slots_are_lent_again(store: Store) -> None:
     store.start()
     rank = store.attach(writer(credit=2))

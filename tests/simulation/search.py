@@ -1,14 +1,14 @@
 """Looks for schedules that break an invariant, and makes them small.
 
-Run it for longer searches: `python -m tests.simulation.search FIRST_SEED COUNT [EVENTS]`.
+Run it for longer searches: `python -m tests.simulation.search FIRST_SEED COUNT [EVENTS]`, see --help.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.simulation.world import Setup, Violation, run
@@ -86,7 +86,7 @@ def replay_line(setup: Setup) -> str:
     return (
         f"run(Setup(seed={setup.seed}, faults=frozenset({sorted(setup.faults)}), ranks={setup.ranks}, "
         f"replicas={setup.replicas}, slots={setup.slots}, nvme={setup.nvme}, eviction={setup.eviction!r}, "
-        f"admission={setup.admission!r}, events={setup.events}))"
+        f"admission={setup.admission!r}, prefetch={setup.prefetch}, events={setup.events}))"
     )
 
 
@@ -102,5 +102,14 @@ def main(first: int, count: int, events: int = 200) -> None:
         print(violation, replay_line(setup), sep="\n  ")
 
 
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `main` takes, from the command line. Exits with 2 when it is wrong."""
+    parser = argparse.ArgumentParser("tests.simulation.search", description="Search for schedules that fail.")
+    parser.add_argument("first", type=int, help="first seed")
+    parser.add_argument("count", type=int, help="how many seeds")
+    parser.add_argument("events", type=int, nargs="?", default=200, help="events of a schedule (%(default)s)")
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(**vars(arguments()))

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.search import Found, fails, replay_line, search
+from tests.simulation.search import Found, arguments, fails, replay_line, search
 from tests.simulation.world import FAULTS, Setup, run
 from tournant.kvstore.policies import EVICTION
 
@@ -30,7 +30,7 @@ MIN_COUNT = 100
 BRANCHES = (
     "loaded", "written", "corrupt", "bad slot", "evicted", "evicted clean", "incomplete dropped", "credit short",
     "read expired", "cut by pins", "entry refused", "generation changed", "hard pin", "recovered", "bad block seen",
-    "disconnected",
+    "disconnected", "prefetched",
 )  # fmt: skip
 
 # schedules that found a bug once
@@ -170,3 +170,10 @@ def numbers_of(printed: str) -> list[int]:
 def test_many_more_schedules() -> None:
     """As above, for as long as it takes."""
     _schedules(1_000_000, SOAK_SCHEDULES)
+
+
+def test_the_command_line_of_the_search_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vars(arguments(["5", "100"])) == {"first": 5, "count": 100, "events": 200}
+    with pytest.raises(SystemExit, match="0"):
+        arguments(["--help"])
+    assert "usage: tests.simulation.search [-h] first count [events]" in capsys.readouterr().out

@@ -70,6 +70,7 @@ class Setup:
     nvme: bool
     eviction: str = "lru"
     admission: str = "all"
+    prefetch: int = 0
     events: int = 200
 
     @staticmethod
@@ -83,7 +84,7 @@ class Setup:
         slots = ranks * (replicas * CREDIT * 2 + rng.randrange(2, 10 if nvme else 24))
         return Setup(
             seed, faults, ranks, replicas, slots, nvme, rng.choice(evictions),
-            rng.choice(("all", "all", "seen_twice")), events,
+            rng.choice(("all", "all", "seen_twice")), rng.choice((0, 2)), events,
         )  # fmt: skip
 
     def config(self) -> StoreConfig:
@@ -95,6 +96,7 @@ class Setup:
             segment_bytes=record * 6,
             eviction=self.eviction,
             admission=self.admission,
+            prefetch_blocks=self.prefetch,
             max_lent_share=0.6,
             max_pinned_share=0.8,
             pin_us=150_000,
@@ -531,6 +533,7 @@ class World:
             ("incomplete dropped", stats.dropped_incomplete), ("credit short", stats.credit_short),
             ("read expired", stats.expired_reads), ("fetch late", stats.late_fetches),
             ("cut by pins", self.core.reads.num_cut_by_pins), ("entry refused", stats.refused_entries),
+            ("prefetched", stats.prefetched),
         ):  # fmt: skip
             self.counts[name] = self.counts.get(name, 0) + number
 
