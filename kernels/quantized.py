@@ -96,8 +96,8 @@ def unpack(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes -127 to 127 [N, groups, GROUP] and scales [N, groups] of x [N, columns], then fine codes and fine scales.
 
-    All float32. Fine are the groups whose largest element exceeds FINE_FROM times the row's mean of these: fine codes and
-    scales hold what rounding left of them, and 0 elsewhere.
+    All float32. Fine are the groups whose largest element exceeds FINE_FROM times the row's mean of these: fine codes
+    and scales hold what rounding left of them, and 0 elsewhere.
     """
     values = x.float().unflatten(1, (-1, GROUP))
     most = values.abs().amax(-1)
