@@ -27,7 +27,7 @@
 #define PARTS (TILE / LANES)
 #define ROW_CODES (2 * GROUP)
 #define ROW_TERMS 6
-#define FINE_FROM 1.5f /* times the mean: a larger element makes a group fine */
+#define FINE_FROM 2.0f /* times the mean: a larger element makes a group fine */
 #define FINE_STEPS 254 /* fine codes -127 to 127 span what rounding leaves of one step */
 #define SCRATCH_BYTES (640 << 10)  /* of quantised rows: what a core's cache keeps */
 #define SERIAL_ELEMENTS 4096       /* fewer are quantised by one thread: another barrier would cost more */
