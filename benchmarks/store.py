@@ -35,7 +35,7 @@ from benchmarks.common import (
 )
 from tournant.kvstore.block import Part, Version
 from tournant.kvstore.codecs import CODECS, codec_for, decode, encode
-from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.config import MAX_SEGMENT_BYTES, PAGE_BYTES
 from tournant.kvstore.disk_events import (
     DiskEvent,
     DiskInstruction,
@@ -50,7 +50,7 @@ from tournant.kvstore.disk_events import (
 from tournant.kvstore.nvme_folder import segment_name
 from tournant.kvstore.nvme_tier import NvmeConfig, NvmeTier
 from tournant.kvstore.policies.io_order import ORDERS
-from tournant.kvstore.record import MAX_SEGMENT_BYTES, RecordHeader, checksum, record_bytes
+from tournant.kvstore.record import RecordHeader, checksum, record_bytes
 
 FOLDER = REPO / "build" / "bench-store"
 BLOCKS = {"360 KiB": 360 << 10, "2 MiB": 2 << 20}
