@@ -224,8 +224,8 @@ class NodeStore:
     # ---- reports
 
     def _on_report(self, event: Report) -> None:
-        client = self.clients.by_number.get(event.client)
-        if client is None or not client.open or client.attach.part is None:
+        client = self.clients.serving(event.client)
+        if client is None or client.attach.part is None:
             self._out.append(Disconnect(event.client, "a report needs an attached client that stores a part"))
             return
         if event.seq == client.seq and client.reply is not None:
@@ -309,8 +309,7 @@ class NodeStore:
     # ---- reads
 
     def _on_open(self, event: Open) -> None:
-        client = self.clients.by_number.get(event.client)
-        if client is None or not client.open:
+        if self.clients.serving(event.client) is None:
             self._out.append(Disconnect(event.client, "a read needs an attached client"))
             return
         if len(event.keys) > self.config.max_keys or self.reads.open_reads(event.client) >= self.config.max_reads:

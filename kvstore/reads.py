@@ -136,13 +136,16 @@ class ReadTable:
                 ready.append(read)
         return ready
 
-    def answer(self, read: Read) -> Fetched:
-        """The picked blocks in host slots, up to the first that is not there. The pins of the others end."""
+    def _stop_waiting(self, read: Read) -> None:
         for gid in read.waiting or ():
             waiting = self.waiting_for[gid]
             waiting.remove(read)
             if not waiting:
                 del self.waiting_for[gid]
+
+    def answer(self, read: Read) -> Fetched:
+        """The picked blocks in host slots, up to the first that is not there. The pins of the others end."""
+        self._stop_waiting(read)
         read.waiting = {}
         rows: list[bytes] = []
         counts = bytearray()
@@ -165,11 +168,7 @@ class ReadTable:
         read = self.reads.pop((client, counter), None)
         if read is None:
             return
-        for gid in read.waiting or ():
-            waiting = self.waiting_for[gid]
-            waiting.remove(read)
-            if not waiting:
-                del self.waiting_for[gid]
+        self._stop_waiting(read)
         for shown in read.groups:
             for group in shown:
                 self._residency.unpin(group)

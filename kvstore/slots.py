@@ -131,10 +131,6 @@ class SlotPool:
         slot.chunk.free += 1
         self._free[slot.pages].append(slot)
 
-    def free_slots(self, pages: int) -> int:
-        """FREE slots of this size, without cutting a chunk."""
-        return len(self._free.get(pages, ()))
-
     def chunks_of_other_sizes(self, pages: int) -> list[Chunk]:
         """Chunks that are cut to another size and large enough for this one, those with the most free slots first."""
         chunks = [c for size, cut in self._cut.items() if size != pages for c in cut if c.pages >= pages]

@@ -47,6 +47,11 @@ from tournant.kvstore.weights import WeightsTable
 KEPT_HEAT = 2  # blocks used this often since the last time are appended again when their segment is given back
 
 
+def _bytes_on_disk(group: Group) -> int:
+    """Of the records of all parts, at most: a codec may save some."""
+    return sum(record_bytes(copy.length) for copy in group.copies)
+
+
 class TierManager:
     """The NVMe side of a store. Instructions gather in `ios`, groups whose load has ended in `loader.settled`."""
 
@@ -111,7 +116,7 @@ class TierManager:
     def _consider(self, group: Group) -> None:
         if not self.enabled or group.gid in self._dirty or not group.in_policy or group.on_nvme:
             return
-        size = sum(record_bytes(copy.length) for copy in group.copies)
+        size = _bytes_on_disk(group)
         if any(copy.io for copy in group.copies) or size > self.config.segment_bytes // 2:
             return
         if self._admission.admit(group.key, group.heat):
@@ -150,7 +155,7 @@ class TierManager:
         groups: list[Group] = []
         size = 0
         for group in self._dirty.values():
-            more = sum(record_bytes(copy.length) for copy in group.copies)
+            more = _bytes_on_disk(group)
             if copies and (
                 len(copies) + len(group.copies) > self.config.records_per_write
                 or size + more > self.config.segment_bytes // 2

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from tests.simulation import world as world_module
 from tests.simulation.disk import Disk
 from tests.simulation.replica import Rank, Replica
 from tests.simulation.world import World, chain
@@ -382,5 +381,3 @@ MUTANTS = (
     Mutant("a complete block is not shown", ("I13",), (), ((ReadTable, "open", _open_hides_the_last),)),
     Mutant("a version is looked up by its key alone", ("I1", "I3", "I6"), (), ((GroupIndex, "find", _find_by_key),)),
 )  # fmt: skip
-
-__all__ = ["MUTANTS", "Mutant", "world_module"]
