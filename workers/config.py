@@ -13,6 +13,7 @@ from tournant.workers.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "native", "dequantize")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class EngineConfig:
     device: "auto" takes cuda when there is one; dtype: compute and KV dtype, "auto" = bfloat16;
     quantization: of a .gguf file's matrices: "native" multiplies 4- and 8-bit ones as they are, "dequantize" turns them
     into the dtype first, "auto" = native on a CPU where the types allow it (Q4_0, Q4_1, Q8_0);
+    kv_cache_dtype: of KV on the device, "auto" = dtype;
     max_model_len: tokens of prompt + output per sequence, None = the model's own limit;
     max_num_seqs: sequences that run at once; max_num_batched_tokens: tokens computed in one step;
     max_queued_requests: requests that may wait beyond max_num_seqs before new ones are refused with 429;
@@ -46,6 +48,7 @@ class EngineConfig:
     num_threads: int | None = None
     num_in_flight: int | None = None
     gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -54,6 +57,10 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         limits = {
             "max_model_len": (1, 1 << 24),
             "max_num_seqs": (1, 4096),

@@ -30,6 +30,7 @@ from tournant.workers.messages import (
     EngineStats,
     FrameBuffer,
     RequestOutput,
+    StartMessage,
     StepMessage,
     info_from_wire,
     pack_frame,
@@ -38,6 +39,7 @@ from tournant.workers.messages import (
     step_from_wire,
 )
 from tournant.workers.model_files import ModelFiles
+from tournant.workers.offload_config import OffloadConfig
 
 OutputSink = Callable[[RequestOutput], None]
 START_TIMEOUT_S = 600.0
@@ -103,9 +105,13 @@ class ProcessEngineClient(asyncio.Protocol):
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, files: ModelFiles, timeout_s: float = START_TIMEOUT_S
+        cls,
+        config: EngineConfig,
+        files: ModelFiles,
+        timeout_s: float = START_TIMEOUT_S,
+        offload: OffloadConfig | None = None,
     ) -> ProcessEngineClient:
-        """Start an engine process and wait until it is ready.
+        """Start an engine process and wait until it is ready. offload: its tiers below the device, if it has any.
 
         Raises ConfigError or ModelFormatError as the engine found, EngineDeadError when it died or took longer than
         `timeout_s`; no process is left then.
@@ -119,7 +125,8 @@ class ProcessEngineClient(asyncio.Protocol):
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: client, sock=ours)
         try:
-            client._send(start_to_wire(config, (str(files.folder), files.name, files.weights_id), os.getpid()))
+            model = (str(files.folder), files.name, files.weights_id)
+            client._send(start_to_wire(StartMessage(config, model, os.getpid(), offload)))
             client._info = await asyncio.wait_for(client._ready, timeout_s)
         except TimeoutError:
             await client.close()

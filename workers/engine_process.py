@@ -58,10 +58,12 @@ class EngineServer:
 
     def run(self) -> None:
         """Load what the first frame names, say "ready" or "failed", then serve."""
-        config, (folder, name, weights_id), parent_pid = start_from_wire(self._first_message())
-        threading.Thread(target=self._read, args=(os.pidfd_open(parent_pid),), daemon=True, name="reader").start()
+        start = start_from_wire(self._first_message())
+        parent = os.pidfd_open(start.parent_pid)
+        threading.Thread(target=self._read, args=(parent,), daemon=True, name="reader").start()
+        folder, name, weights_id = start.model
         try:
-            engine, info = build_engine(config, ModelFiles(Path(folder), name, weights_id), self._writer_id)
+            engine, info = build_engine(start.config, ModelFiles(Path(folder), name, weights_id), self._writer_id)
         except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError, RuntimeError) as error:
             self._send(["failed", type(error).__name__, str(error)])
             raise SystemExit(1) from error

@@ -16,6 +16,7 @@ import msgpack
 
 from tournant.kvstore.block import Namespace
 from tournant.workers.config import EngineConfig
+from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 
 MAX_FRAME_BYTES = 64 << 20
@@ -91,7 +92,8 @@ class RequestOutput:
 
     index: which of the n answers; token_ids: new tokens, the stop token included; finish_reason: None while running,
     else "stop" (end-of-text or a stop token), "length", "abort" or "error"; stop_token: the token that stopped it;
-    cached_tokens: prompt tokens whose KV was not computed anew, set on the first output of an answer;
+    cached_tokens: prompt tokens whose KV was not computed anew, set on the first output of an answer; cached_by_tier:
+    the same, by where it was found (device, host, NVMe);
     prompt_logprobs: one entry per prompt token (None for the first), on the first output of answer 0;
     queue_ms, prefill_ms: time from arrival to first scheduling and from there to the first token, on the first output.
     """
@@ -102,6 +104,7 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_token: int | None = None
     cached_tokens: int | None = None
+    cached_by_tier: tuple[int, int, int] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     queue_ms: float | None = None
@@ -110,10 +113,62 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """An engine's side of the tiers below the device: counters since it started, and gauges.
+
+    attached: 1 while a store serves; store_losses: how often it was lost; dirty_blocks: sealed device blocks that are
+    not copied down; pressure: of STORE.md section 4, a share; saved_*, loaded_*: device blocks copied down and back;
+    fetched_bytes: NVMe to RAM; *_seconds: in copies, queue included; refused_saves: blocks the store did not take;
+    skipped_saves: waited because there was no credit; dropped_dirty: blocks dropped from the device that were nowhere
+    else; host_hit_tokens, nvme_hit_tokens: prompt tokens restored, by where they lay; lookups, late_lookups; restores,
+    cut_restores: ended by their deadline; lost_blocks: chosen but missing or wrong when copied; corrupt_blocks;
+    chose_load, chose_recompute: decisions; estimated_load_seconds, estimated_recompute_seconds: sums of both
+    estimates over restores, actual_load_seconds: what they took; swapped: preemptions that copied down instead of
+    recomputing; stashed: growing blocks among them; bytes_per_second_host, bytes_per_second_nvme,
+    prefill_tokens_per_second: what the estimates use now, 0 = not known yet.
+    """
+
+    attached: int = 0
+    store_losses: int = 0
+    dirty_blocks: int = 0
+    pressure: float = 0.0
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    save_seconds: float = 0.0
+    refused_saves: int = 0
+    skipped_saves: int = 0
+    dropped_dirty: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
+    host_hit_tokens: int = 0
+    nvme_hit_tokens: int = 0
+    lookups: int = 0
+    late_lookups: int = 0
+    restores: int = 0
+    cut_restores: int = 0
+    lost_blocks: int = 0
+    corrupt_blocks: int = 0
+    chose_load: int = 0
+    chose_recompute: int = 0
+    estimated_load_seconds: float = 0.0
+    estimated_recompute_seconds: float = 0.0
+    actual_load_seconds: float = 0.0
+    swapped: int = 0
+    stashed: int = 0
+    bytes_per_second_host: float = 0.0
+    bytes_per_second_nvme: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters (since the engine started) and gauges, sent with every step.
 
-    kv_used / kv_total: device blocks held by sequences / in the pool; prefix_*_tokens: prompt tokens looked up / found.
+    kv_used / kv_total: device blocks held by sequences / in the pool; prefix_*_tokens: prompt tokens looked up / found
+    in any tier; num_restoring: sequences whose blocks are on their way to the device; tiers: below the device.
     """
 
     num_running: int = 0
@@ -127,6 +182,8 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_restoring: int = 0
+    tiers: TierStats = TierStats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +268,7 @@ def step_to_wire(step: StepMessage) -> list[Any]:
         item: list[Any] = [out.request_id, out.index, out.token_ids, out.finish_reason]
         extras: dict[str, Any] = {
             name: getattr(out, name)
-            for name in ("stop_token", "cached_tokens", "queue_ms", "prefill_ms", "error")
+            for name in ("stop_token", "cached_tokens", "cached_by_tier", "queue_ms", "prefill_ms", "error")
             if getattr(out, name) is not None
         }
         if out.logprobs is not None:
@@ -235,21 +292,42 @@ def step_from_wire(message: list[Any]) -> StepMessage:
             for name in ("logprobs", "prompt_logprobs"):
                 if name in extras:
                     extras[name] = [_logprobs_from_wire(entry) for entry in extras[name]]
+            if "cached_by_tier" in extras:
+                extras["cached_by_tier"] = tuple(extras["cached_by_tier"])
             for name, value in extras.items():
                 setattr(out, name, value)
         outputs.append(out)
-    return StepMessage(writer_id, number, outputs, EngineStats(*stats))
+    *plain, tiers = stats
+    return StepMessage(writer_id, number, outputs, EngineStats(*plain, tiers=TierStats(*tiers)))
 
 
-def start_to_wire(config: EngineConfig, model: tuple[str, str, bytes], parent_pid: int) -> list[Any]:
-    """["start", parent pid, config map, (folder, name, weights_id)]: the first frame an engine process gets."""
-    return ["start", parent_pid, asdict(config), list(model)]
+@dataclass(frozen=True, slots=True)
+class StartMessage:
+    """What an engine process is to be: the first frame it gets. model: (folder, name, weights_id); offload: None
+    without a store.
+    """
+
+    config: EngineConfig
+    model: tuple[str, str, bytes]
+    parent_pid: int
+    offload: OffloadConfig | None = None
 
 
-def start_from_wire(message: list[Any]) -> tuple[EngineConfig, tuple[str, str, bytes], int]:
+def start_to_wire(start: StartMessage) -> list[Any]:
+    """["start", parent pid, config map, (folder, name, weights_id), map or None] for `pack_frame`."""
+    offload = None if start.offload is None else asdict(start.offload)
+    return ["start", start.parent_pid, asdict(start.config), list(start.model), offload]
+
+
+def start_from_wire(message: list[Any]) -> StartMessage:
     """Inverse of `start_to_wire`."""
-    _, parent_pid, config, (folder, name, weights_id) = message
-    return EngineConfig(**config), (folder, name, weights_id), parent_pid
+    _, parent_pid, config, (folder, name, weights_id), offload = message
+    return StartMessage(
+        EngineConfig(**config),
+        (folder, name, weights_id),
+        parent_pid,
+        None if offload is None else OffloadConfig.from_plain(offload),
+    )
 
 
 def info_to_wire(info: EngineInfo) -> list[Any]:

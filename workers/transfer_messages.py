@@ -1,0 +1,265 @@
+"""What passes between an engine and its link to the node store: orders down, events up. Plain values only.
+
+Owns the words of that border; who decides is tiering.py's business, who carries out is store_link.py's. Orders are
+numbered by the engine: a number is never used twice, also not after the store was lost.
+
+Guarantees of the link, whatever the store does:
+ 1. Every `Lookup` is answered by `Found` and ends with exactly one `ReadEnded`; after that the link touches no device
+    block of it. `EndRead` makes that happen soon, whatever the read waits for.
+ 2. Every `Save` and `Stash` yields exactly one `Copied` (from then on the link does not read its device blocks any
+    more) and then exactly one `Saved` or `Stashed`.
+ 3. When the store is lost, whatever is open ends as above, then `Detached` comes. A later `Attached` begins anew: what
+    was saved before counts for nothing, and stashes are gone.
+ 4. Device blocks are only touched by copies of memory, which never wait for a store, a disk or a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tournant.kvstore.block import Version
+
+HOST, NVME = 1, 2  # tiers in `Found`
+
+# ---- orders
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What lies below of this chain? The answer is pinned softly until the read ends (or the store's limit)."""
+
+    read: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the first `count` found blocks into host slots; pins of the others end. Answered by `Fetched`."""
+
+    read: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy found blocks number `skip`, `skip` + 1, ... into these device blocks. After `Fetch`; once per read.
+
+    Ends the read, by `ReadEnded`; `Loaded` may tell of progress before.
+    """
+
+    read: int
+    skip: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRead:
+    """Nothing more of a read is wanted. Unknown and ended reads are ignored."""
+
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEntry:
+    """A sealed device block to be published. cost_us: to compute it again; depth: place in its chain."""
+
+    block: int
+    key: bytes
+    version: Version
+    cost_us: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy blocks into lent slots and report them as soon as they are copied; copiers: threads to copy with.
+
+    There is credit for all entries.
+    """
+
+    save: int
+    entries: tuple[SaveEntry, ...]
+    copiers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A request with this chain has ended: its blocks, head first, count as used now."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """Copy a block that is still growing into a lent slot and keep it there, unreported. Takes one of the credit."""
+
+    stash: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unstash:
+    """Copy a stash back into a device block. Answered by `Unstashed`; the stash is gone then."""
+
+    stash: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropStash:
+    """A stash is not wanted any more; its slot goes back. Unknown ones are ignored."""
+
+    stash: int
+
+
+Order = Lookup | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropStash
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The store serves. credit: lent slots; slot_bytes: of one block; host_bytes: of the whole pool."""
+
+    incarnation: int
+    credit: int
+    slot_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The store is lost; the link tries to attach again by itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """tiers: one byte, HOST or NVME, per leading key that the store has; seconds: since the order."""
+
+    read: int
+    tiers: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The first `count` found blocks are in host slots, pinned; fewer than asked for when some were lost or late.
+
+    num_bytes: read from NVMe; seconds: since the order, queue included.
+    """
+
+    read: int
+    count: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The first `count` blocks of the load are copied and verified: computing may read them."""
+
+    read: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The first `count` blocks of the load are good, 0 without one. num_bytes, seconds: of the copies, queue included;
+    corrupt: blocks whose bytes were wrong.
+    """
+
+    read: int
+    count: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    corrupt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The device blocks of a save or stash are not read any more. seconds: in the copies, queue included."""
+
+    number: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The store answered a save. refused: indexes of entries it did not take; num_lent: slots lent anew, refused ones
+    included. `ok` is False when the store was lost, or the save failed: nothing of it counts as saved.
+    """
+
+    save: int
+    ok: bool
+    refused: tuple[int, ...]
+    num_lent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stashed:
+    """Whether a stash is kept; num_lent: slots lent anew."""
+
+    stash: int
+    ok: bool
+    num_lent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unstashed:
+    """Whether the device block holds the stashed bytes now; num_lent: slots lent anew."""
+
+    stash: int
+    ok: bool
+    num_lent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Slots lent anew beside the answers above (a dropped stash)."""
+
+    num_lent: int
+
+
+Event = (
+    Attached | Detached | Found | Fetched | Loaded | ReadEnded | Copied | Saved | Stashed | Unstashed | Lent
+)  # fmt: skip
+
+
+class Link(Protocol):
+    """The way to the node store, in a thread of its own; see the module for what it guarantees."""
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Hand orders over, in order. Never waits, never raises for what the store does."""
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call, in order. Never waits."""
+
+    def close(self, flush_s: float) -> None:
+        """Carry out what was submitted for at most that long, then end; device blocks are not touched afterwards."""
+
+
+class BlockImages(Protocol):
+    """Bytes of device blocks in the form in which they lie in slots. Called by one thread per direction.
+
+    slot_bytes: of the largest image.
+    """
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    def image_bytes(self, depth: int) -> int:
+        """Bytes of the image of a block at a place of its chain."""
+
+    def save(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        """Write the images of device blocks into slots, complete when it returns; the length of a slot names its form.
+
+        Raises RuntimeError when the device failed.
+        """
+
+    def load(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        """Inverse of `save`, after all computing given to the device so far."""
