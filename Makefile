@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test check soak bench clean
+.PHONY: install serve test check soak bench demo-offload clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ soak: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
+
+demo-offload: install
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP_INSTALL) -e '.[demo]'
+	@$(BIN)/python examples/demo_offload.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,11 +69,55 @@ PREFILL_TIME = _histogram("vllm_request_prefill_time_seconds", "From first sched
 DECODE_TIME = _histogram("vllm_request_decode_time_seconds", "From the first token to the end", SECONDS)
 REQUEST_PROMPT_TOKENS = _histogram("vllm_request_prompt_tokens", "Prompt tokens per request", TOKENS)
 REQUEST_GENERATION_TOKENS = _histogram("vllm_request_generation_tokens", "Tokens generated per request", TOKENS)
+EXTERNAL_QUERIES = _counter(
+    "vllm_external_prefix_cache_queries_total", "Prompt tokens that the device lacked while a node store was attached"
+)
+EXTERNAL_HITS = _counter("vllm_external_prefix_cache_hits_total", "Prompt tokens restored from RAM or NVMe")
+NUM_RESTORING = _gauge("tournant_num_requests_restoring", "Sequences whose blocks are on their way to the device")
+HIT_TOKENS = _counter("tournant_prefix_hit_tokens_total", "Prompt tokens not computed, by where they lay", "tier")
 ENGINE_UP = _gauge("tournant_engine_up", "1 while the engine process lives")
 ENGINE_STEPS = _counter("tournant_engine_steps_total", "Steps of the engine")
 KV_BLOCKS = _gauge("tournant_kv_blocks", "Device KV blocks by state: used, cached, total", "state")
 OUTSTANDING = _gauge("tournant_answers_outstanding", "Answers admitted by the frontend and not ended")
 HTTP_REQUESTS = _counter("tournant_http_requests_total", "HTTP responses by route and status", "route", "status")
+TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
+    "saved_bytes": _counter("vllm_kv_offload_store_bytes_total", "Bytes copied from the device to RAM"),
+    "save_seconds": _counter("vllm_kv_offload_store_time_total", "Seconds of those copies, queue included"),
+    "loaded_bytes": _counter("vllm_kv_offload_load_bytes_total", "Bytes copied from RAM to the device"),
+    "load_seconds": _counter("vllm_kv_offload_load_time_total", "Seconds of those copies, queue included"),
+    "store_losses": _counter("tournant_store_losses_total", "How often the node store was lost"),
+    "saved_blocks": _counter("tournant_saved_blocks_total", "Device blocks copied to RAM"),
+    "refused_saves": _counter("tournant_refused_saves_total", "Blocks that the store did not take"),
+    "skipped_saves": _counter("tournant_skipped_saves_total", "Blocks that waited because no slot was lent"),
+    "dropped_dirty": _counter("tournant_dropped_dirty_blocks_total", "Blocks dropped that were only on the device"),
+    "loaded_blocks": _counter("tournant_loaded_blocks_total", "Blocks copied from RAM to the device"),
+    "fetched_bytes": _counter("tournant_fetched_bytes_total", "Bytes brought from NVMe to RAM for requests"),
+    "fetch_seconds": _counter("tournant_fetch_seconds_total", "Seconds of that, queue included"),
+    "lookups": _counter("tournant_lookups_total", "Questions to the store about a request's prefix"),
+    "late_lookups": _counter("tournant_late_lookups_total", "Lookups that were not waited for any longer"),
+    "restores": _counter("tournant_restores_total", "Requests whose prefix was restored"),
+    "cut_restores": _counter("tournant_cut_restores_total", "Restores that their deadline ended"),
+    "lost_blocks": _counter("tournant_lost_blocks_total", "Blocks that were chosen, but gone or wrong when copied"),
+    "corrupt_blocks": _counter("tournant_corrupt_blocks_total", "Blocks whose bytes were wrong"),
+    "chose_load": _counter("tournant_chose_load_total", "Decisions to load a prefix"),
+    "chose_recompute": _counter("tournant_chose_recompute_total", "Decisions to compute a prefix again"),
+    "estimated_load_seconds": _counter("tournant_estimated_load_seconds_total", "Estimates of loads, of restores"),
+    "estimated_recompute_seconds": _counter(
+        "tournant_estimated_recompute_seconds_total", "Estimates of computing the same again"
+    ),
+    "actual_load_seconds": _counter("tournant_actual_load_seconds_total", "What those loads took"),
+    "swapped": _counter("tournant_swapped_preemptions_total", "Preemptions that copied down instead of recomputing"),
+    "stashed": _counter("tournant_stashed_blocks_total", "Growing blocks copied down with them"),
+}
+TIER_GAUGES = {
+    "attached": _gauge("tournant_store_attached", "1 while a node store serves the engine"),
+    "dirty_blocks": _gauge("tournant_dirty_blocks", "Sealed blocks that are only on the device"),
+    "pressure": _gauge("tournant_pressure", "Share of the device pool that is in use or only there"),
+    "bytes_per_second_host": _gauge("tournant_bytes_per_second_host", "From RAM to the device, as estimates use it"),
+    "bytes_per_second_nvme": _gauge("tournant_bytes_per_second_nvme", "From NVMe to RAM, as estimates use it"),
+    "prefill_tokens_per_second": _gauge("tournant_prefill_tokens_per_second", "Computing, as estimates use it"),
+}
+HITS_BY_TIER = {"host": "host_hit_tokens", "nvme": "nvme_hit_tokens"}  # the rest was on the device
 
 SPECS = (
     NUM_RUNNING,
@@ -98,6 +142,12 @@ SPECS = (
     KV_BLOCKS,
     OUTSTANDING,
     HTTP_REQUESTS,
+    EXTERNAL_QUERIES,
+    EXTERNAL_HITS,
+    NUM_RESTORING,
+    HIT_TOKENS,
+    *TIER_COUNTERS.values(),
+    *TIER_GAUGES.values(),
 )
 ENGINE_COUNTERS: tuple[tuple[MetricSpec, str], ...] = (  # which field of EngineStats feeds which counter
     (PREFIX_QUERIES, "prefix_query_tokens"),
@@ -182,11 +232,10 @@ class MetricsRegistry:
     def record_engine(self, stats: EngineStats, alive: bool, outstanding: int) -> None:
         """Take the engine's latest counters and gauges. Fewer steps than before mean a new engine, counted anew."""
         record = self._record
-        restarted = stats.num_steps < self._seen.num_steps
+        seen = EngineStats() if stats.num_steps < self._seen.num_steps else self._seen
         for spec, name in ENGINE_COUNTERS:
-            increase = getattr(stats, name) - (0 if restarted else getattr(self._seen, name))
-            if increase > 0:
-                record[spec](increase, ())
+            self._add(spec, getattr(stats, name) - getattr(seen, name))
+        self._record_tiers(stats, seen)
         self._seen = stats
         record[NUM_RUNNING](stats.num_running, ())
         record[NUM_WAITING](stats.num_waiting, ())
@@ -195,6 +244,28 @@ class MetricsRegistry:
             record[KV_BLOCKS](blocks, (state,))
         record[ENGINE_UP](float(alive), ())
         record[OUTSTANDING](outstanding, ())
+
+    def _record_tiers(self, stats: EngineStats, seen: EngineStats) -> None:
+        record, tiers = self._record, stats.tiers
+        for name, spec in TIER_COUNTERS.items():
+            self._add(spec, getattr(tiers, name) - getattr(seen.tiers, name))
+        for name, spec in TIER_GAUGES.items():
+            record[spec](getattr(tiers, name), ())
+        record[NUM_RESTORING](stats.num_restoring, ())
+        below = 0
+        for tier, name in HITS_BY_TIER.items():
+            hits = getattr(tiers, name) - getattr(seen.tiers, name)
+            self._add(HIT_TOKENS, hits, (tier,))
+            below += hits
+        on_device = stats.prefix_hit_tokens - seen.prefix_hit_tokens - below
+        self._add(HIT_TOKENS, on_device, ("device",))
+        self._add(EXTERNAL_HITS, below)
+        if tiers.attached:
+            self._add(EXTERNAL_QUERIES, stats.prefix_query_tokens - seen.prefix_query_tokens - on_device)
+
+    def _add(self, spec: MetricSpec, increase: float, values: tuple[str, ...] = ()) -> None:
+        if increase > 0:  # Ray refuses to add nothing
+            self._record[spec](increase, values)
 
     def record_request(self, request: RequestRecord) -> None:
         """Count one ended request."""

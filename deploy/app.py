@@ -11,23 +11,29 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.serve import Application
 
 from tournant.cluster.metrics import MetricSpec, MetricsRegistry, PrometheusBackend, Recorder
+from tournant.cluster.node_store_actor import find_store
 from tournant.cluster.ray_metrics import RayBackend
 from tournant.deploy.config import DEPLOYMENT_NAME, ServiceConfig, parse_config, refuse_address
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
 from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
 from tournant.deploy.startup import start_engine
+from tournant.kvstore.admin import Status, StatusQuery
+from tournant.kvstore.client import ask
+from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.sampling_params import SamplingParams
 
@@ -55,10 +61,16 @@ class _TwoBackends:
 
 @serve.ingress()
 class Replica:
-    """One replica of the service. args: of a ServiceConfig, as `ServiceConfig.to_args` gives them."""
+    """One replica of the service.
 
-    def __init__(self, args: Mapping[str, Any]) -> None:
+    args: of a ServiceConfig, as `ServiceConfig.to_args` gives them; store_folder: where the node store's socket is put,
+    None = a temporary folder of this user.
+    """
+
+    def __init__(self, args: Mapping[str, Any], store_folder: str | None = None) -> None:
         self._config = parse_config(args)
+        self._store_folder = store_folder
+        self._store_socket: str | None = None
         self._frontend: Frontend | None = None
         self._name = ""
         _log_to_stderr(self._config.log_level)
@@ -66,17 +78,28 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         """Called by Serve once after construction: load everything and return the HTTP application.
 
-        Raises ConfigError and ModelFormatError; no engine is left then.
+        Raises ConfigError, ModelFormatError and StoreUnavailable; no engine is left then.
         """
         config = self._config
-        files, tokenizer, engine = await start_engine(config)
+        files, tokenizer, engine = await start_engine(config, find_store=self._find_store)
         self._name = config.served_model_name or files.name
         prometheus = PrometheusBackend()
         self._metrics = MetricsRegistry(self._name, _TwoBackends(prometheus))
-        options = FrontendOptions(config.request_timeout_s, config.engine.enable_prefix_caching)
+        options = FrontendOptions(
+            config.request_timeout_s, config.engine.enable_prefix_caching, tiers=self._store_socket is not None
+        )
         self._frontend = Frontend(tokenizer, engine, options, self._metrics.record_request)
         http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
         return build_http_app(lambda: self._frontend, http, self._metrics, prometheus)
+
+    def _find_store(self) -> str | None:
+        """The node store's socket, once the store runs; None where there is to be none."""
+        engine = self._config.engine
+        on_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(ray.get_gpu_ids()))
+        plan = self._config.kv_store.plan(on_gpu=on_gpu, prefix_caching=engine.enable_prefix_caching)
+        if plan is not None:
+            self._store_socket = find_store(plan, serve.get_replica_context().app_name, self._store_folder)
+        return self._store_socket
 
     @property
     def frontend(self) -> Frontend:
@@ -93,8 +116,8 @@ class Replica:
             raise EngineDeadError("the engine cannot generate")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, engine_pid, and the tokens
-        of context, pool and longest sequence.
+        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, engine_pid, the tokens of
+        context, pool and longest sequence, and of the node store, if there is one, its socket and `admin.Status`.
         """
         info = self.frontend.engine.info
         return {
@@ -106,7 +129,22 @@ class Replica:
             "max_model_len": info.max_model_len,
             "pool_tokens": info.pool_tokens,
             "max_sequence_tokens": info.max_sequence_tokens,
+            "kv_store": await self._describe_store(),
         }
+
+    async def _describe_store(self) -> dict[str, Any] | None:
+        socket = self._store_socket
+        if socket is None:
+            return None
+        try:
+            found = await asyncio.to_thread(ask, Path(socket), StatusQuery())
+            return {"socket": socket, **asdict(cast(Status, found))}
+        except (StoreUnavailable, StoreRefused) as error:
+            return {"socket": socket, "error": str(error)}
+
+    async def end_engine(self) -> None:
+        """End the engine now; what runs fails. For `tournant serve`, which then lets the node store end."""
+        await self.frontend.engine.close()
 
     async def generate(
         self,
@@ -187,8 +225,12 @@ def gpus_wanted(device: str, in_cluster: float) -> int:
     return int(device == "cuda" or (device == "auto" and in_cluster >= 1))
 
 
-def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None) -> Application:
-    """The application for a configuration. deployment_options: overrides of what Serve is told about the replica."""
+def make_app(
+    config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None, store_folder: str | None = None
+) -> Application:
+    """The application for a configuration. deployment_options: overrides of what Serve is told about the replica;
+    store_folder: as `Replica` says.
+    """
     engine = config.engine
     gpus_in_cluster = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     capacity = engine.max_num_seqs + engine.max_queued_requests
@@ -204,7 +246,7 @@ def make_app(config: ServiceConfig, deployment_options: Mapping[str, Any] | None
     }
     options |= deployment_options or {}
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)
-    app: Application = deployment.bind(config.to_args())
+    app: Application = deployment.bind(config.to_args(), store_folder)
     return app
 
 

@@ -29,15 +29,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tournant.cluster.node_store import STOP_MARGIN_S
+from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
-from tournant.deploy.kv_cli import kv_app
-from tournant.deploy.supervisor import RunFolder, become_subreaper, check_port, end_descendants
-from tournant.workers.config import DEVICES, DTYPES, QUANTIZATIONS
+from tournant.deploy.kv_cli import kv_app, show_bytes
+from tournant.deploy.kv_store_config import KV_STORE_KEYS
+from tournant.deploy.supervisor import become_subreaper, check_port, end_descendants
+from tournant.kvstore.config import PAGE_BYTES
+from tournant.workers.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from tournant.workers.errors import ConfigError
 
 EARLY_LOG_LINES = 200
 LOG_JOIN_S = 2.0
+FOUND_AT_START = (("adopted", "adopted"), ("refused", "refused_records"), ("corrupt", "corrupt_records"))
 DRAIN_S = 15.0  # after SIGTERM: the replica's graceful shutdown and Serve's own ends
 QUESTION = "What is the capital of Germany?"  # its answer is no near tie for the default model
 RAY_ENVIRONMENT = {
@@ -90,7 +95,26 @@ def chat(
 
 
 Flag = typer.Option
-ENGINE, SERVICE = "Engine", "Service"
+ENGINE, SERVICE, STORE = "Engine", "Service", "KV store"
+PrefixCaching = Annotated[
+    bool | None,
+    Flag(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        rich_help_panel=ENGINE,
+        help="Reuse the KV of prompts that begin alike \\[on].",
+    ),
+]
+KVCacheDtype = Annotated[
+    str | None, Flag(rich_help_panel=STORE, help=f"KV on the device: {', '.join(KV_CACHE_DTYPES)}.")
+]
+HostBytes = Annotated[
+    str | None,
+    Flag(
+        rich_help_panel=STORE, help="RAM for KV that leaves the device, such as 4GiB \\[0; with a GPU 25 % of memory]."
+    ),
+]
+NvmeBytes = Annotated[str | None, Flag(rich_help_panel=STORE, help="Most bytes in --nvme-folder \\[0 = none].")]
+NvmeFolder = Annotated[str | None, Flag(rich_help_panel=STORE, help="Where KV is kept on disk, between runs too.")]
 
 
 @app.command()
@@ -132,14 +156,7 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, Flag(rich_help_panel=ENGINE, help="Share of a GPU's memory for weights, steps and KV [0.9].")
     ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        Flag(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            rich_help_panel=ENGINE,
-            help="Reuse the KV of prompts that begin alike \\[on].",
-        ),
-    ] = None,
+    enable_prefix_caching: PrefixCaching = None,
     deterministic: Annotated[
         bool | None,
         Flag(
@@ -148,11 +165,16 @@ def serve(
             help="Same tokens whatever else runs, a little slower \\[off].",
         ),
     ] = None,
+    kv_cache_dtype: KVCacheDtype = None,
+    host_bytes: HostBytes = None,
+    nvme_bytes: NvmeBytes = None,
+    nvme_folder: NvmeFolder = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint, on a private Ray that ends with this command."""
     chosen = {name: value for name, value in locals().items() if value is not None and name != "config"}
     try:
         plan = make_plan(config, chosen)
+        plan.config.kv_store.check_memory()
         check_port(plan.config.host, plan.config.port)
         code = ServiceRun(plan).run()
     except ConfigError as error:
@@ -166,13 +188,16 @@ def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
     """What to serve: the file, if any, and flags over it. Paths become absolute. Raises ConfigError."""
     plan = load_config_file(config_file) if config_file is not None else ServeFile()
     args = plan.config.to_args()
-    engine = dict(args.get("engine", {}))
+    engine, kv_store = dict(args.get("engine", {})), dict(args.get("kv_store", {}))
     for name, value in flags.items():
-        (args if name in type(plan.config).model_fields else engine)[name] = value
+        section = kv_store if name in KV_STORE_KEYS else engine
+        (args if name in type(plan.config).model_fields else section)[name] = value
+    if "nvme_folder" in flags:
+        kv_store["nvme_folder"] = str(Path(flags["nvme_folder"]).expanduser().absolute())
     for name in ("model", "cache_dir"):  # the replica runs in another folder
         if name in args and (name == "cache_dir" or Path(args[name]).expanduser().exists()):
             args[name] = str(Path(args[name]).expanduser().absolute())
-    return plan.model_copy(update={"config": parse_config({**args, "engine": engine})})
+    return plan.model_copy(update={"config": parse_config({**args, "engine": engine, "kv_store": kv_store})})
 
 
 def _fail(message: str, code: int) -> None:
@@ -212,9 +237,11 @@ class ServiceRun:
                 self._follow(process, reports)
         except KeyboardInterrupt:
             self._failure = None
+            if self._plan.config.kv_store.nvme_bytes:
+                self._drain(process, signal.SIGINT)
         except _Terminated:
             self._failure = None
-            self._drain(process)
+            self._drain(process, signal.SIGTERM)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -307,20 +334,39 @@ class ServiceRun:
         )
         messages = [{"role": "user", "content": QUESTION}]
         question = {"model": facts["model"], "messages": messages, "max_tokens": 100, "temperature": 0}
+        _show_store(facts.get("kv_store"), self._plan.config.kv_store.nvme_folder)
         typer.echo(
             f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
             f"{shlex.quote(json.dumps(question))}"
         )
 
-    def _drain(self, process: subprocess.Popen[str] | None) -> None:
-        """Let running requests end. A second signal ends the waiting."""
+    def _drain(self, process: subprocess.Popen[str] | None, number: signal.Signals) -> None:
+        """Let running requests end (SIGTERM only), and KV reach the NVMe tier. A second signal ends the waiting."""
         if process is None or not self._ready:
             return
-        process.terminate()
+        limit, store = DRAIN_S, self._plan.config.kv_store
+        if store.nvme_bytes:
+            limit += store.drain_s + STOP_MARGIN_S
+            self._console.print(f"writing KV blocks to {store.nvme_folder}; Ctrl-C ends at once")
+        process.send_signal(number)
         try:
-            process.wait(DRAIN_S)
+            process.wait(limit)
         except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
-            self._console.print("ending the requests that still run")
+            self._console.print("ending what still runs")
+
+
+def _show_store(facts: dict[str, Any] | None, nvme_folder: str | None) -> None:
+    """A line about the node store, if there is one, with what it found at its start."""
+    if facts is None:
+        return
+    if "error" in facts:
+        typer.echo(f"KV store: {facts['error']}")
+        return
+    nvme = ""
+    if nvme_folder is not None:
+        counts = (f"{name} {facts[key]:,}" for name, key in FOUND_AT_START)
+        nvme = f", up to {show_bytes(facts['nvme_cap_bytes'])} in {nvme_folder}: {', '.join(counts)}"
+    typer.echo(f"KV store: {show_bytes(facts['host_pages'] * PAGE_BYTES)} of RAM{nvme} (tournant kv status)")
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

@@ -6,7 +6,8 @@ neither Ray nor torch is imported, so that the command line answers at once.
 Invariants:
  1. Everything raises ConfigError with one line per fault; an unknown key names the nearest known one. Nothing is
     ignored.
- 2. Engine fields have one definition, `EngineConfig`; here they are only split into `engine:` and `advanced:`.
+ 2. Engine fields have one definition, `EngineConfig`; here they are only split into `engine:` and `advanced:`. What is
+    about tiers below the device is kv_store_config.py's.
  3. A file that loads here means the same to `serve deploy`.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -32,6 +33,13 @@ from pydantic import (
     model_validator,
 )
 
+from tournant.deploy.kv_store_config import (
+    KV_ADVANCED_KEYS,
+    KV_STORE_KEYS,
+    NEEDS_HOST,
+    KVStoreConfig,
+    read_kv_store,
+)
 from tournant.kvstore.config import parse_bytes
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
@@ -128,9 +136,9 @@ def _bytes(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Sections:
-    """`engine:` and `advanced:` as they came, until `_engine_config` makes one EngineConfig of both."""
+    """A section and its share of `advanced:` as they came, until one configuration is made of both."""
 
-    engine: Any
+    own: Any
     advanced: Any
 
 
@@ -139,7 +147,7 @@ def _engine_config(value: Any) -> Any:
         return value
     faults: list[str] = []
     found: dict[str, Any] = {}
-    for section, data, known in (("engine", value.engine, ENGINE_KEYS), ("advanced", value.advanced, ADVANCED_KEYS)):
+    for section, data, known in (("engine", value.own, ENGINE_KEYS), ("advanced", value.advanced, ADVANCED_KEYS)):
         if not isinstance(data, Mapping | None):
             faults.append(f"{section} is {reprlib.repr(data)}; it must be a mapping of names to values")
             continue
@@ -157,6 +165,22 @@ def _engine_config(value: Any) -> Any:
     return EngineConfig(**found)
 
 
+def _kv_store_config(value: Any) -> Any:
+    if not isinstance(value, _Sections):
+        return value
+    section = {} if value.own is None else value.own
+    if not isinstance(section, Mapping):
+        raise ValueError(f"kv_store is {reprlib.repr(section)}; it must be a mapping of names to values")
+    faults = [_unknown_key(f"kv_store.{key}", _ALL_KEYS) for key in section if key not in KV_STORE_KEYS]
+    try:
+        found = read_kv_store({key: item for key, item in section.items() if key in KV_STORE_KEYS}, value.advanced)
+    except ConfigError as error:
+        faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    return found
+
+
 class ServiceConfig(BaseModel):
     """What an operator chooses about a service. Frozen; made by `parse_config` or `load_config_file`.
 
@@ -165,7 +189,7 @@ class ServiceConfig(BaseModel):
     (a Serve file says it in http_options); num_replicas: engines that share the requests; request_timeout_s: longest
     life of a request; max_body_bytes: largest request body; ingress: "direct" = every replica serves HTTP itself;
     log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder.
-    engine: `EngineConfig`, whose fields `advanced:` may also set.
+    engine: `EngineConfig`; kv_store: `KVStoreConfig`; `advanced:` may set more of both.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -183,18 +207,36 @@ class ServiceConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     cache_dir: str | None = None
     engine: Annotated[InstanceOf[EngineConfig], BeforeValidator(_engine_config)] = EngineConfig()
+    kv_store: Annotated[InstanceOf[KVStoreConfig], BeforeValidator(_kv_store_config)] = KVStoreConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, data: Any) -> Any:
-        """Move `advanced` beside `engine`; whatever is no mapping is left for pydantic to refuse."""
+        """Share `advanced` out between `engine` and `kv_store`; what is no mapping is left to be refused."""
         if not isinstance(data, Mapping):
             return data
-        rest = {key: value for key, value in data.items() if key not in ("engine", "advanced")}
-        engine = data.get("engine")
-        if not isinstance(engine, EngineConfig):
-            engine = _Sections(engine, data.get("advanced"))
-        return {**rest, "engine": engine}
+        found = {key: value for key, value in data.items() if key != "advanced"}
+        advanced, of_tiers = data.get("advanced"), {}
+        if isinstance(advanced, Mapping):
+            of_tiers = {key: value for key, value in advanced.items() if key in KV_ADVANCED_KEYS}
+            advanced = {key: value for key, value in advanced.items() if key not in KV_ADVANCED_KEYS}
+        for name, kind, share in (("engine", EngineConfig, advanced), ("kv_store", KVStoreConfig, of_tiers)):
+            if not isinstance(found.get(name), kind):
+                found[name] = _Sections(found.get(name), share)
+        return found
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        """The two sections must go together."""
+        if self.kv_store.host_bytes and not self.engine.enable_prefix_caching:
+            raise ValueError(
+                f"kv_store.host_bytes is {self.kv_store.host_bytes}, but engine.enable_prefix_caching is false, and "
+                "without it no block is found again; leave one of them out"
+            )
+        no_default = self.engine.device == "cpu" or not self.engine.enable_prefix_caching
+        if self.kv_store.nvme_bytes and self.kv_store.host_bytes is None and no_default:
+            raise ValueError(NEEDS_HOST)
+        return self
 
     @property
     def weights_dtype(self) -> str:
@@ -212,24 +254,27 @@ class ServiceConfig(BaseModel):
         plain = {
             name: getattr(self, name)
             for name, field in type(self).model_fields.items()
-            if name != "engine" and getattr(self, name) != field.default
+            if name not in ("engine", "kv_store") and getattr(self, name) != field.default
         }
         changed = {
             field.name: getattr(self.engine, field.name)
             for field in fields(EngineConfig)
             if getattr(self.engine, field.name) != field.default
         }
-        for section, keys in (("engine", ENGINE_KEYS), ("advanced", ADVANCED_KEYS)):
-            if chosen := {name: value for name, value in changed.items() if name in keys}:
-                plain[section] = chosen
-        return plain
+        advanced = {name: value for name, value in changed.items() if name in ADVANCED_KEYS} | dict(
+            self.kv_store.advanced
+        )
+        engine = {name: value for name, value in changed.items() if name in ENGINE_KEYS}
+        sections = {"engine": engine, "kv_store": self.kv_store.to_plain(), "advanced": advanced}
+        return plain | {section: values for section, values in sections.items() if values}
 
 
-_SERVICE_KEYS = [name for name in ServiceConfig.model_fields if name != "engine"] + ["engine", "advanced"]
 _ALL_KEYS = [
-    *_SERVICE_KEYS,
+    *ServiceConfig.model_fields,
+    "advanced",
     *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
-    *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS)),
+    *(f"kv_store.{key}" for key in sorted(KV_STORE_KEYS)),
+    *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS | KV_ADVANCED_KEYS)),
 ]
 
 

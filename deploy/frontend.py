@@ -39,13 +39,15 @@ class FrontendOptions:
     """What an operator chooses about a frontend.
 
     request_timeout_s: longest life of a request; enable_prefix_caching: compute keys for prompts; recent_step_s: an
-    engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take.
+    engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take;
+    tiers: the engine has a node store, so usage tells where cached tokens lay.
     """
 
     request_timeout_s: float = 600.0
     enable_prefix_caching: bool = True
     recent_step_s: float = 10.0
     probe_timeout_s: float = 5.0
+    tiers: bool = False
 
 
 class Frontend:
@@ -138,7 +140,9 @@ class Frontend:
             (self._engine_request(token_ids, params, limit, cache_salt, priority), limit)
             for token_ids, limit in zip(prompts, limits, strict=True)
         ]
-        stream = GenerationStream(engine, self.tokenizer, params, requests, self._release, join_deltas)
+        stream = GenerationStream(
+            engine, self.tokenizer, params, requests, self._release, join_deltas, self.options.tiers
+        )
         self._outstanding += len(stream.answers)
         try:
             for number, (request, _) in enumerate(requests):

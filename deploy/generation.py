@@ -158,6 +158,7 @@ class PromptState:
     engine_request_id: int
     max_tokens: int
     cached_tokens: int = 0
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -177,11 +178,14 @@ class CompletedAnswer:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a request. cached_tokens: prompt tokens taken from the KV cache, for answer 0 of each prompt."""
+    """Token counts of a request. cached_tokens: prompt tokens taken from the KV cache, for answer 0 of each prompt;
+    cached_by_tier: the same, by where they lay (device, host, NVMe), None without a node store.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cached_by_tier: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -208,6 +212,7 @@ class GenerationStream:
         requests: list[tuple[EngineRequest, int]],
         on_end: Callable[[GenerationStream], None],
         join_deltas: bool,
+        tiers: bool = False,
     ) -> None:
         self.params = params
         self.arrival = time.monotonic()
@@ -217,6 +222,7 @@ class GenerationStream:
         self._engine = engine
         self._on_end = on_end
         self._join_deltas = join_deltas and params.logprobs is None
+        self._tiers = tiers
         self._collecting = False
         self._num_generated = 0
         self._unfinished = len(self.answers)
@@ -243,7 +249,12 @@ class GenerationStream:
             sum(len(prompt.token_ids) for prompt in prompts),
             self._num_generated,
             sum(prompt.cached_tokens for prompt in prompts),
+            self._cached_by_tier() if self._tiers else None,
         )
+
+    def _cached_by_tier(self) -> tuple[int, int, int]:
+        device, host, nvme = (sum(prompt.cached_by_tier[tier] for prompt in self.prompts) for tier in range(3))
+        return device, host, nvme
 
     @property
     def max_tokens(self) -> list[int]:
@@ -361,6 +372,8 @@ class GenerationStream:
     def _note_first_output(self, prompt: PromptState, output: RequestOutput) -> None:
         if output.cached_tokens is not None:
             prompt.cached_tokens = output.cached_tokens
+        if output.cached_by_tier is not None:
+            prompt.cached_by_tier = output.cached_by_tier
         if output.prompt_logprobs is not None:
             prompt.prompt_logprobs = output.prompt_logprobs
         if output.queue_ms is not None:

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tournant.cluster.run_folder import store_sockets, temporary_folder
 from tournant.deploy import kv_running
 from tournant.kvstore import nvme_folder
 from tournant.kvstore.disk_events import RecordAt
@@ -51,9 +52,16 @@ def _place(folder: Path | None, socket: Path | None) -> Iterator[None]:
 
 @kv_app.command("status")
 def status_command(
-    socket: Annotated[Path, typer.Option("--socket", help="Socket of a running store.")],
+    socket: Annotated[
+        Path | None, typer.Option("--socket", help="Socket of a running store; all of yours if left out.")
+    ] = None,
 ) -> None:
-    """Counters and gauges of a running store, one a line."""
+    """Counters and gauges of a running store, or of all that services of this user run here, one a line."""
+    if socket is None:
+        if not kv_running.print_all(found := store_sockets()):
+            dead = f"; these do not answer: {', '.join(map(str, found))}" if found else ""
+            _fail(f"no store of this user runs below {temporary_folder()}; name the --socket of one{dead}", 1)
+        return
     with _place(None, socket):
         kv_running.print_status(socket)
 
@@ -109,7 +117,7 @@ def clear_command(
         if socket is not None:
             kv_running.clear_blocks(socket)
         elif folder is not None:
-            typer.echo(f"{_size(nvme_folder.clear(folder))} freed")
+            typer.echo(f"{show_bytes(nvme_folder.clear(folder))} freed")
 
 
 @kv_app.command("io-trace")
@@ -184,16 +192,18 @@ def _print_report(report: FolderReport) -> None:
     table = Table("segment", "size", "on disk", "adopted", "refused", "corrupt")
     for found in report.segments:
         numbers = (found.adopted, found.refused, found.corrupt)
-        table.add_row(segment_name(found.segment), _size(found.size), _size(found.allocated), *map(str, numbers))
+        table.add_row(
+            segment_name(found.segment), show_bytes(found.size), show_bytes(found.allocated), *map(str, numbers)
+        )
     console.print(table)
     for problem in report.problems:
         typer.echo(problem, err=True)
-    stored = f"payloads of {_size(report.payload_bytes)} stored in {_size(report.stored_bytes)}"
+    stored = f"payloads of {show_bytes(report.payload_bytes)} stored in {show_bytes(report.stored_bytes)}"
     counts = f"adopted {report.adopted}, refused {report.refused}, corrupt {report.corrupt}"
-    typer.echo(f"{counts}; {stored}; files of others {_size(report.foreign_bytes)}")
+    typer.echo(f"{counts}; {stored}; files of others {show_bytes(report.foreign_bytes)}")
 
 
-def _size(count: int) -> str:
+def show_bytes(count: int) -> str:
     """Bytes for people."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:

@@ -6,6 +6,7 @@ Owns the words on the screen; the queries are kvstore/admin.py's. Every question
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -15,14 +16,26 @@ import typer
 from tournant.kvstore.admin import Clear, Cleared, ListBlocks, Listed, Status, StatusQuery, VerifiedBlocks, VerifyBlocks
 from tournant.kvstore.client import ask
 from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.kvstore.slots import SlotState
 
 ASK_S = 30.0
 
 
+def print_all(sockets: list[Path]) -> int:
+    """The status of each store behind its socket; how many answered."""
+    answered = 0
+    for socket in sockets:
+        with suppress(StoreUnavailable, StoreRefused):
+            print_status(socket)
+            answered += 1
+    return answered
+
+
 def print_status(socket: Path) -> None:
     """One line per fact. Raises StoreUnavailable, StoreRefused, as all of these."""
     status = cast(Status, ask(socket, StatusQuery(), ASK_S))
+    typer.echo(f"socket {socket}")
     for state, pages in status.pages:
         typer.echo(f"host_{SlotState(state).name.lower()}_bytes {pages * PAGE_BYTES}")
     for field in fields(Status):

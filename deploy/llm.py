@@ -5,7 +5,8 @@ through a window, so that more of them than the engine's queue holds are no over
 
 Invariants:
  1. Results come in the order of the prompts, or the first error is raised and nothing of the call runs on.
- 2. The engine process ends with `close`, with the LLM object, and with the interpreter, whichever is first.
+ 2. The engine process ends with `close`, with the LLM object, and with the interpreter, whichever is first; then the
+    node store, if there is one, after it has copied down what is only in RAM.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,7 +27,8 @@ from tournant.deploy.config import ADVANCED_KEYS, parse_config
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
 from tournant.deploy.generation import CompletedAnswer
-from tournant.deploy.startup import start_engine
+from tournant.deploy.kv_store_config import KV_ADVANCED_KEYS
+from tournant.deploy.startup import OwnStore, start_engine
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.sampling_params import SamplingParams
@@ -41,40 +44,62 @@ class PromptOutput:
     """The answers to one prompt.
 
     prompt: the text, None when token ids or messages were given; outputs: one `CompletedAnswer` per n, with text,
-    token_ids, finish_reason, stop_reason and logprobs; cached_tokens: prompt tokens taken from the KV cache.
+    token_ids, finish_reason, stop_reason and logprobs; cached_tokens: prompt tokens taken from the KV cache;
+    cached_by_tier: the same, by where they lay (device, host, NVMe), None without a node store.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletedAnswer]
     cached_tokens: int
+    cached_by_tier: tuple[int, int, int] | None = None
 
 
 class LLM:
     """A model in a process of its own, for this one.
 
-    model: folder, .gguf file or hub id, None = SmolLM2-135M-Instruct; cache_dir: where conversions are kept; the rest
-    are fields of EngineConfig. Raises ConfigError, ModelFormatError or EngineDeadError; no process is left then.
+    model: folder, .gguf file or hub id, None = SmolLM2-135M-Instruct; cache_dir: where conversions are kept;
+    host_bytes: RAM for KV that leaves the device, such as "4GiB", in a process of its own, 0 = none, None = none on a
+    CPU and 25 % of memory with a GPU; nvme_bytes, nvme_folder: most bytes on disk and where they are kept, between runs
+    too; the rest are fields of EngineConfig, or keys of `advanced:`. Raises ConfigError, ModelFormatError,
+    EngineDeadError or StoreUnavailable; no process is left then.
     """
 
-    def __init__(self, model: str | None = None, *, cache_dir: str | None = None, **engine_fields: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        cache_dir: str | None = None,
+        host_bytes: int | str | None = None,
+        nvme_bytes: int | str = 0,
+        nvme_folder: str | Path | None = None,
+        **engine_fields: Any,
+    ) -> None:
+        folder = None if nvme_folder is None else str(Path(nvme_folder).expanduser().absolute())
+        kv_store = {"host_bytes": host_bytes, "nvme_bytes": nvme_bytes, "nvme_folder": folder}
         args: dict[str, Any] = {"engine": {}, "advanced": {}, "model": model, "cache_dir": cache_dir}
         for name, value in engine_fields.items():
-            args["advanced" if name in ADVANCED_KEYS else "engine"][name] = value
-        self._config = parse_config(args)
+            args["advanced" if name in ADVANCED_KEYS | KV_ADVANCED_KEYS else "engine"][name] = value
+        self._config = config = parse_config({**args, "kv_store": kv_store})
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, daemon=True, name="llm")
         thread.start()
         self._loop = loop
         engines: list[ProcessEngineClient] = []
-        self._close = weakref.finalize(self, _end, engines, loop, thread)  # runs at the interpreter's exit too
+        stores: list[OwnStore] = []
+        self._close = weakref.finalize(self, _end, engines, stores, loop, thread)  # runs at the interpreter's exit too
         try:
-            _, tokenizer, engine = self._run(start_engine(self._config))
+            plan = config.kv_store.plan(
+                on_gpu=_on_gpu(config.engine.device), prefix_caching=config.engine.enable_prefix_caching
+            )
+            stores += [] if plan is None else [OwnStore(plan)]
+            find_store = stores[0].socket if stores else None
+            _, tokenizer, engine = self._run(start_engine(config, find_store=find_store))
         except BaseException:
             self._close()
             raise
         engines.append(engine)
-        options = FrontendOptions(NO_TIMEOUT_S, self._config.engine.enable_prefix_caching)
+        options = FrontendOptions(NO_TIMEOUT_S, config.engine.enable_prefix_caching, tiers=bool(stores))
         self._frontend = Frontend(tokenizer, engine, options)
 
     def generate(
@@ -171,17 +196,30 @@ async def _feed(
         token_ids = await frontend.encode_prompt(prompt)
         completion = await frontend.submit(token_ids, params).collect()
         text = prompt if isinstance(prompt, str) else None
-        outputs[place] = PromptOutput(text, token_ids, completion.answers, completion.usage.cached_tokens)
+        usage = completion.usage
+        outputs[place] = PromptOutput(text, token_ids, completion.answers, usage.cached_tokens, usage.cached_by_tier)
         done()
 
 
-def _end(engines: list[ProcessEngineClient], loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _on_gpu(device: str) -> bool:
+    """Whether an engine on this device will use a GPU, found out without torch."""
+    return device == "cuda" or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _end(
+    engines: list[ProcessEngineClient],
+    stores: list[OwnStore],
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+) -> None:
     for engine in engines:
         try:
             asyncio.run_coroutine_threadsafe(engine.close(), loop).result(CLOSE_TIMEOUT_S)
         except (TimeoutError, RuntimeError):  # at the interpreter's exit no thread can be started to wait in
             engine.process.kill()
             engine.process.wait()
+    for store in stores:  # engines first: they hand over what is only on the device
+        store.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(CLOSE_TIMEOUT_S)
     if not thread.is_alive():

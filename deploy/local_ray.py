@@ -8,7 +8,8 @@ as long as its parent lives, and reports on descriptor FD, one JSON object a lin
 
 Invariants:
  1. When standard input ends, the parent is gone: all descendants and the folder go, then this process.
- 2. SIGTERM drains: running requests may end, for as long as Serve's graceful_shutdown_timeout_s says.
+ 2. SIGTERM drains: running requests may end, for as long as Serve's graceful_shutdown_timeout_s says. SIGINT does not
+    wait for them. After both, engines end before the node store does, and that copies down what is only in RAM.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
+from tournant.cluster.node_store import STOP_MARGIN_S
+from tournant.cluster.node_store_actor import stop_store
 from tournant.deploy.app import gpus_wanted, make_app
 from tournant.deploy.config import ServeFile, ServiceConfig
+from tournant.deploy.kv_store_config import memory_limit_bytes
 from tournant.deploy.supervisor import become_subreaper, end_descendants
 from tournant.workers.device import require_cuda
 from tournant.workers.errors import ConfigError, ModelFormatError
@@ -38,6 +45,7 @@ from tournant.workers.models.families import read_decoder_config
 
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's least is 75 MiB
 DESCRIBE_TIMEOUT_S = 60.0
+ENGINES_END_S = 10.0
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # Serve's own logs; ours come from the replica
 _OUR_ERROR = re.compile(r"tournant\.workers\.errors\.(?:ConfigError|ModelFormatError): (.+)")
 
@@ -54,6 +62,7 @@ def start_ray(folder: Path, num_cpus: int) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.WARNING,
         log_to_driver=True,
+        _memory=memory_limit_bytes(),  # only the node store asks for any, and it looks itself at what is left
         _temp_dir=str(folder),
         _plasma_directory=str(folder),
     )
@@ -69,15 +78,18 @@ def check_gpus(config: ServiceConfig, in_cluster: int) -> None:
         )
 
 
-def deploy(plan: ServeFile) -> dict[str, Any]:
+def deploy(plan: ServeFile, folder: Path) -> dict[str, Any]:
     """Start Serve and the service on the Ray of this process, wait until it is ready, and return its facts.
+
+    folder: where the node store's socket is put, if there is a store.
 
     Raises ConfigError or ModelFormatError in the words of the replica that met it, RuntimeError for other failures.
     """
     config = plan.config
     http = {**plan.http_options, "host": config.host, "port": config.port}
     serve.start(proxy_location=plan.proxy_location, http_options=http, logging_config=QUIET)
-    app = make_app(config, {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options})
+    options = {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options}
+    app = make_app(config, options, str(folder))
     try:
         handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
     except RuntimeError:
@@ -91,6 +103,19 @@ def deploy(plan: ServeFile) -> dict[str, Any]:
     return facts
 
 
+def end(plan: ServeFile, *, wait: bool) -> None:
+    """End the engines, then let the node store copy down. wait: let running requests end first."""
+    try:
+        if wait:
+            serve.delete(plan.name)
+        else:
+            serve.get_app_handle(plan.name).broadcast("end_engine").results(timeout_s=ENGINES_END_S)
+        if plan.config.kv_store.nvme_bytes:
+            stop_store(plan.name, plan.config.kv_store.drain_s + 2 * STOP_MARGIN_S)
+    except (RayError, RayServeException, TimeoutError, RuntimeError):  # what is left ends with this process
+        logging.getLogger(__name__).exception("the service did not end in order")
+
+
 class ServeProcess:
     """The process behind `tournant serve`. It ends by `run` after SIGTERM, else by its parent, or with it."""
 
@@ -98,6 +123,7 @@ class ServeProcess:
         self._reports = os.fdopen(report_to, "w", buffering=1)
         self._folder = folder
         self._stop = threading.Event()
+        self._wait = True  # for running requests
         self._guard = threading.Thread(target=self._end_with_parent, daemon=True, name="guard")
 
     def run(self) -> None:
@@ -130,11 +156,16 @@ class ServeProcess:
         start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
         if "ray_actor_options" not in plan.deployment_options:
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
-        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())  # after ray.init, which sets its own
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask_to_end)  # after ray.init, which sets its own
         self._report(step="loading the model into the engine")
-        self._report(ready=deploy(plan))
+        self._report(ready=deploy(plan, self._folder))
         self._stop.wait()
-        serve.delete(plan.name)  # lets running requests end
+        end(plan, wait=self._wait)
+
+    def _ask_to_end(self, number: int, _frame: FrameType | None) -> None:
+        self._wait = number == signal.SIGTERM
+        self._stop.set()
 
     def _report(self, **message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is gone: the guard sees to it

@@ -32,11 +32,14 @@ def finite(logprob: float) -> float:
 
 
 def usage_json(usage: Usage) -> str:
-    """OpenAI's usage object."""
+    """OpenAI's usage object; with a node store, it also tells where cached tokens lay."""
+    tiers = ""
+    if usage.cached_by_tier is not None:
+        tiers = ',"cached_tokens_by_tier":{{"device":{},"host":{},"nvme":{}}}'.format(*usage.cached_by_tier)
     return (
         f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
         f'"total_tokens":{usage.prompt_tokens + usage.completion_tokens},'
-        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}{tiers}}}}}'
     )
 
 

@@ -1,27 +1,46 @@
-"""From a configuration to everything a frontend needs: model files, tokenizer, a running engine."""
+"""From a configuration to everything a frontend needs: model files, tokenizer, node store, a running engine."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
+from tournant.cluster.node_store import StoreKeeper, StorePlan
+from tournant.cluster.run_folder import STORE_SOCKET, RunFolder
 from tournant.deploy.config import ServiceConfig
+from tournant.deploy.kv_store_config import in_words_of_the_user
 from tournant.deploy.tokenizer import Tokenizer
+from tournant.kvstore.errors import StoreConfigError, StoreRefused
 from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.errors import ConfigError
 from tournant.workers.model_files import ModelFiles, resolve_model
+
+_LOG = logging.getLogger("tournant.startup")
 
 
 async def start_engine(
-    config: ServiceConfig, progress: Callable[[str], None] | None = None
+    config: ServiceConfig,
+    progress: Callable[[str], None] | None = None,
+    find_store: Callable[[], str | None] | None = None,
 ) -> tuple[ModelFiles, Tokenizer, ProcessEngineClient]:
     """Resolve the model, then start its engine while the tokenizer loads. progress: called with a line of text.
 
-    Raises ConfigError, ModelFormatError, EngineDeadError or OSError; no engine process is left then.
+    find_store: called in a thread, gives the socket of the node store, None for none. A store that nobody asked for,
+    of the default size, is done without when it cannot start. Raises ConfigError, ModelFormatError, EngineDeadError,
+    StoreUnavailable or OSError; no engine process is left then.
     """
-    files = await asyncio.to_thread(resolve_model, config.model, config.weights_dtype, config.cache_path, progress)
+    resolving = asyncio.to_thread(resolve_model, config.model, config.weights_dtype, config.cache_path, progress)
+    if find_store is None:
+        files, socket = await resolving, None
+    else:
+        files, socket = await asyncio.gather(
+            resolving, asyncio.to_thread(_found, find_store, asked=config.kv_store.asked_for)
+        )
     if progress is not None:
         progress(f"loading {files.name} into the engine")
-    engine = asyncio.create_task(ProcessEngineClient.start(config.engine, files))
+    offload = None if socket is None else config.kv_store.offload(socket)
+    engine = asyncio.create_task(ProcessEngineClient.start(config.engine, files, offload=offload))
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, files.folder)
         return files, tokenizer, await engine
@@ -29,3 +48,31 @@ async def start_engine(
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
         raise
+
+
+def _found(find_store: Callable[[], str | None], *, asked: bool) -> str | None:
+    try:
+        return find_store()
+    except (StoreConfigError, StoreRefused) as error:
+        message = in_words_of_the_user(str(error))
+        if asked or isinstance(error, StoreRefused):
+            raise ConfigError(message) from None
+        _LOG.warning("there is no node store, because one of the default size cannot start: %s", message)
+        return None
+
+
+class OwnStore:
+    """A node store of this process alone, in a run folder of its own. It ends with `close`, or with this process."""
+
+    def __init__(self, plan: StorePlan) -> None:
+        self._folder = RunFolder()
+        self._keeper = StoreKeeper(plan, (self._folder.path / STORE_SOCKET).parent)
+
+    def socket(self) -> str:
+        """Where engines attach, once the store is ready. Raises StoreConfigError, StoreUnavailable."""
+        return str(self._keeper.wait_ready())
+
+    def close(self) -> None:
+        """Let the store copy down what is dirty, within its limit, and end it. Idempotent."""
+        self._keeper.stop()
+        self._folder.remove()

@@ -1,12 +1,15 @@
 """The operations a model calls, dispatched by device: Triton for CUDA tensors; C, or plain PyTorch, for the CPU's.
 
 Owns: argument checks and the choice of back end. Does not own memory: callers allocate caches, tables and `out`.
-Common to all: activations and KV are bfloat16, float16 or float32 on one device, all of one call with the same dtype;
-arithmetic is float32. A call that raises ValueError has written nothing. On CUDA nothing waits for the device, so slots
-and positions out of range are not refused there: their rows are left alone.
+Common to all: activations are bfloat16, float16 or float32 on one device, all of one call with the same dtype; KV has
+that dtype too, or is fp8: float8_e5m2, or float8_e4m3fn with `kv_scales` of KVLayout.allocate_scales, which storing
+keeps and attention reads (see kernels/layout.py). Arithmetic is float32. A call that raises ValueError has written
+nothing. On CUDA nothing waits for the device, so slots and positions out of range are not refused there: their rows are
+left alone.
 
 Invariant (back end "c"): the bits of a row's result depend on that row (and the KV it attends to) alone, never on the
-number of rows, batch mates, chunk sizes or threads.
+number of rows, batch mates, chunk sizes or threads. Stored e4m3 codes are the exception: they depend on which tokens of
+their block were stored together.
 """
 
 from __future__ import annotations
@@ -23,6 +26,17 @@ import numpy.typing as npt
 import torch
 
 from tournant.kernels import quantized, reference
+from tournant.kernels.checks import (
+    DTYPES,
+    check_cache,
+    check_gated,
+    check_heads,
+    check_images,
+    check_pool,
+    check_staging,
+    check_store,
+    refuse,
+)
 from tournant.kernels.cpu.build import KernelBuildError, load
 from tournant.kernels.cpu.native import NativeKernels
 from tournant.kernels.layers import FusedLayers
@@ -36,7 +50,9 @@ __all__ = [
     "MissingBackendError",
     "backend",
     "copy_blocks",
+    "decode_blocks",
     "decoder_layers",
+    "encode_blocks",
     "gather_blocks",
     "gelu_mul",
     "paged_attention",
@@ -55,7 +71,6 @@ __all__ = [
 MAX_HEADS_PER_KV_HEAD = 96  # TILE_ROWS of kernels/cpu/attention.h
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MODULE = "tournant.kernels.triton.backend"
 
 _Kernels = Any  # NativeKernels, TritonKernels or the module `reference`: the same functions
@@ -148,10 +163,6 @@ def _kernels(x: torch.Tensor) -> _Kernels:
     return (_chosen or _choose()) if x.is_cpu else _on_cuda(x.device)
 
 
-def _refuse(name: str, x: torch.Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; it must be {wanted}")
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x[N, H] normalised in float32, rounded to the dtype, then times weight[H]; returns a new [N, H].
 
@@ -161,69 +172,46 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """
     dtype, shape = x.dtype, x.shape
     if len(shape) != 2 or x.stride(1) != 1 or dtype not in DTYPES:
-        raise _refuse("x", x, "bfloat16, float16 or float32 [N, H] with dense rows")
+        raise refuse("x", x, "bfloat16, float16 or float32 [N, H] with dense rows")
     if weight.shape != shape[1:] or weight.dtype not in (dtype, torch.float32) or not weight.is_contiguous():
-        raise _refuse("weight", weight, f"dense {dtype} [{shape[1]}]")
+        raise refuse("weight", weight, f"dense {dtype} [{shape[1]}]")
     if residual is not None and (residual.shape != shape or residual.dtype != dtype or not residual.is_contiguous()):
-        raise _refuse("residual", residual, f"dense {dtype} {tuple(shape)}")
+        raise refuse("residual", residual, f"dense {dtype} {tuple(shape)}")
     result: torch.Tensor = _kernels(x).rms_norm(x, weight, eps, residual)
     return result
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
-    _check_gated(gate_up)
+    check_gated(gate_up)
     result: torch.Tensor = _kernels(gate_up).silu_mul(gate_up)
     return result
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up, gelu in its tanh form, for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
-    _check_gated(gate_up)
+    check_gated(gate_up)
     result: torch.Tensor = _kernels(gate_up).gelu_mul(gate_up)
     return result
 
 
-def _check_gated(gate_up: torch.Tensor) -> None:
-    shape = gate_up.shape
-    if len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1 or gate_up.dtype not in DTYPES:
-        raise _refuse("gate_up", gate_up, "bfloat16, float16 or float32 [N, 2I] with dense rows")
-
-
-def _check_cache(kv_cache: torch.Tensor, layer: int) -> None:
-    shape = kv_cache.shape
-    if len(shape) != 6 or shape[2] != 2 or kv_cache.dtype not in DTYPES or not kv_cache.is_contiguous():
-        raise _refuse("kv_cache", kv_cache, "a dense tensor of KVLayout.allocate")
-    if not 0 <= layer < shape[1]:
-        raise ValueError(f"layer is {layer}; the KV cache holds layers 0 to {shape[1] - 1}")
-
-
-def _check_heads(name: str, x: torch.Tensor, rows: int, heads: int, kv_cache: torch.Tensor) -> None:
-    shape, strides, size = x.shape, x.stride(), kv_cache.shape[5]
-    if (
-        shape != (rows, heads, size)
-        or x.dtype != kv_cache.dtype
-        or strides[2] != 1
-        or (strides[1] != size and heads != 1)
-    ):
-        raise _refuse(name, x, f"{kv_cache.dtype} [{rows}, {heads}, {size}] with dense heads")
-
-
-def _check_store(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
-    _check_cache(kv_cache, layer)
-    rows, kv_heads = len(k), kv_cache.shape[3]
-    _check_heads("k", k, rows, kv_heads, kv_cache)
-    _check_heads("v", v, rows, kv_heads, kv_cache)
-    if slot_mapping.shape != (rows,) or slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
-        raise _refuse("slot_mapping", slot_mapping, f"dense int64 [{rows}]")
+    """Write k and v [N, kv_heads, hs] to token slots int64 [N] of one layer of the KV tensor; slot -1 is skipped.
 
-
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor) -> None:
-    """Write k and v [N, kv_heads, hs] to token slots int64 [N] of one layer of the KV tensor; slot -1 is skipped."""
-    _check_store(k, v, kv_cache, layer, slot_mapping)
-    _kernels(k).store_kv(k, v, kv_cache, layer, slot_mapping)
+    fp8 saturates. e4m3: a scale is the least power of two at which its values so far fit; it begins anew with the
+    block's first token, and when it grows, tokens that are there are coded again. Rows of one block must lie within
+    block_tokens rows of each other, as rows of one sequence do.
+    """
+    check_store(k, v, kv_cache, layer, slot_mapping, kv_scales)
+    _kernels(k).store_kv(k, v, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
 
 
 def rope_store_kv(
@@ -235,20 +223,22 @@ def rope_store_kv(
     kv_cache: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Rotate q in place and write rotated k and v to their token slots.
 
     q [N, heads, hs], k and v [N, kv_heads, hs]: the last two axes dense, rows may be strided (slices of one fused qkv
     output); cos_sin float32 [max_pos, rotary_dim] = cos half | sin half, rotary_dim <= hs, pairs (i, i + rotary_dim/2)
     are rotated, the rest of a head is copied; positions int64 or int32 [N]; slot_mapping int64 [N], -1 marks a padding
-    row, which is left alone. k itself is not changed.
+    row, which is left alone. k itself is not changed. fp8: see `store_kv`.
 
     Example: head size 16, rotary_dim 2, cos_sin[p] = (0, 1), that is a quarter turn: a head (1, 2, 3, ...) becomes
     (-2, 1, 3, ...).
     """
-    _check_store(k, v, kv_cache, layer, slot_mapping)
+    check_store(k, v, kv_cache, layer, slot_mapping, kv_scales)
     rows = len(k)
-    _check_heads("q", q, rows, q.shape[1], kv_cache)
+    check_heads("q", q, rows, q.shape[1], kv_cache, k.dtype)
     size, rotary = kv_cache.shape[5], cos_sin.shape[-1]
     if (
         cos_sin.ndim != 2
@@ -257,31 +247,31 @@ def rope_store_kv(
         or rotary > size
         or rotary % 2
     ):
-        raise _refuse("cos_sin", cos_sin, f"dense float32 [max_pos, rotary_dim], rotary_dim even and at most {size}")
+        raise refuse("cos_sin", cos_sin, f"dense float32 [max_pos, rotary_dim], rotary_dim even and at most {size}")
     if positions.shape != (rows,) or positions.dtype not in (torch.int64, torch.int32) or not positions.is_contiguous():
-        raise _refuse("positions", positions, f"dense int64 or int32 [{rows}]")
-    _kernels(q).rope_store_kv(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping)
+        raise refuse("positions", positions, f"dense int64 or int32 [{rows}]")
+    _kernels(q).rope_store_kv(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
 
 
-def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy whole blocks src[i] to dst[i] (dense int64 [M]) over all layers.
+def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Copy whole blocks src[i] to dst[i] (dense int64 [M]) of a pool as `gather_blocks` knows it.
 
     No block may be written twice, or be both a source and a destination. Raises ValueError.
     """
-    _check_cache(kv_cache, 0)
+    check_pool(pool)
     for name, ids in (("src", src), ("dst", dst)):
         if ids.ndim != 1 or ids.dtype != torch.int64 or not ids.is_contiguous() or len(ids) != len(src):
-            raise _refuse(name, ids, f"dense int64 [{len(src)}]")
+            raise refuse(name, ids, f"dense int64 [{len(src)}]")
     if not len(src):
         return
     sources, targets = src.tolist(), dst.tolist()
     low, high = min(*sources, *targets), max(*sources, *targets)
-    if low < 0 or high >= len(kv_cache):
-        raise ValueError(f"block ids reach from {low} to {high}; the KV cache holds blocks 0 to {len(kv_cache) - 1}")
+    if low < 0 or high >= len(pool):
+        raise ValueError(f"block ids reach from {low} to {high}; the KV cache holds blocks 0 to {len(pool) - 1}")
     written = set(targets)
     if len(written) != len(targets) or not written.isdisjoint(sources):
         raise ValueError("a block is written twice, or is both source and destination; copy in several calls")
-    _kernels(kv_cache).copy_blocks(kv_cache, src, dst)
+    _kernels(pool).copy_blocks(pool, src, dst)
 
 
 def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
@@ -290,30 +280,41 @@ def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) 
     pool: any dense tensor whose first axis is the block and whose blocks are a multiple of 8 bytes, as the KV tensor
     and its scales; staging: dense, of the same dtype and block shape, at least M blocks. Raises ValueError.
     """
-    _check_staging(pool, ids, staging)
+    check_staging(pool, ids, staging)
     _block_mover(pool).gather_blocks(pool, ids, staging)
 
 
 def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
     """pool[ids[i]] = staging[i], as `gather_blocks` the other way round; no id may occur twice. Raises ValueError."""
-    _check_staging(pool, ids, staging)
+    check_staging(pool, ids, staging)
     _block_mover(pool).scatter_blocks(staging, ids, pool)
 
 
 def _block_mover(pool: torch.Tensor) -> _Kernels:
     kernels = _kernels(pool)
-    return reference if isinstance(kernels, NativeKernels) else kernels  # torch indexes whole blocks by memcpy
+    return reference if isinstance(kernels, NativeKernels) else kernels  # torch copies a block as fast as memcpy
 
 
-def _check_staging(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
-    if pool.stride(0) * pool.itemsize % 8 or not pool.is_contiguous():
-        raise _refuse("pool", pool, "dense, its blocks a multiple of 8 bytes")
-    if ids.ndim != 1 or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != pool.device:
-        raise _refuse("ids", ids, f"dense int64 [M] on {pool.device}")
-    if (staging.dtype, staging.shape[1:], staging.device) != (pool.dtype, pool.shape[1:], pool.device) or not (
-        staging.is_contiguous() and len(staging) >= len(ids)
-    ):
-        raise _refuse("staging", staging, f"dense {pool.dtype} {(len(ids), *pool.shape[1:])} on {pool.device}")
+def encode_blocks(pool: torch.Tensor, ids: torch.Tensor, images: torch.Tensor, dtype: torch.dtype) -> None:
+    """images[i] = pool[ids[i]] as fp8: the byte image of such a block in the same layout with `dtype`, float8_e4m3fn or
+    float8_e5m2, with the scales that storing all its tokens at once would give.
+
+    pool: a KV tensor that is not fp8; ids: dense int64 [M] on its device; images: uint8 [M, image bytes] there, rows
+    dense. On the CPU one thread works, without the interpreter's lock, and several may at once. Raises ValueError.
+    """
+    check_images(pool, ids, images, dtype)
+    _block_coder(pool).encode_blocks(pool, ids, images, dtype)
+
+
+def decode_blocks(images: torch.Tensor, dtype: torch.dtype, ids: torch.Tensor, pool: torch.Tensor) -> None:
+    """pool[ids[i]] = images[i], as `encode_blocks` the other way round; no id may occur twice. Raises ValueError."""
+    check_images(pool, ids, images, dtype)
+    _block_coder(pool).decode_blocks(images, dtype, ids, pool)
+
+
+def _block_coder(pool: torch.Tensor) -> _Kernels:
+    kernels = _kernels(pool)
+    return kernels if isinstance(kernels, NativeKernels) else reference  # torch's operations do on a GPU
 
 
 def plan_attention(
@@ -373,6 +374,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     lse: torch.Tensor | None = None,
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of every query row over its sequence's KV, read in place through the block table.
 
@@ -384,17 +387,17 @@ def paged_attention(
     softcap * tanh(score / softcap), 0 = as they are; lse: float32 [N, heads], gets the natural
     log of the sum of the exponentials of a row's scores.
     """
-    _check_cache(kv_cache, layer)
+    check_cache(kv_cache, layer, kv_scales)
     layout, shape = plan.layout, kv_cache.shape
     if shape[3] != layout.num_kv_heads or shape[4] != layout.block_tokens or shape[5] != layout.head_size:
-        raise _refuse("kv_cache", kv_cache, f"of the plan's layout {layout}")
+        raise refuse("kv_cache", kv_cache, f"of the plan's layout {layout}")
     if shape[0] < plan.num_blocks_needed:
         raise ValueError(
             f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks"
         )
     rows = len(q)
-    _check_heads("q", q, rows, plan.num_heads, kv_cache)
-    _check_heads("out", out, rows, plan.num_heads, kv_cache)
+    check_heads("q", q, rows, plan.num_heads, kv_cache, q.dtype)
+    check_heads("out", out, rows, plan.num_heads, kv_cache, q.dtype)
     if rows < plan.num_tokens:
         raise ValueError(f"q has {rows} rows; the plan has {plan.num_tokens} tokens")
     if not scale > 0:
@@ -402,8 +405,8 @@ def paged_attention(
     if window < 0 or not 0 <= softcap < float("inf"):
         raise ValueError(f"window is {window} and softcap {softcap}; neither may be negative or infinite")
     if lse is not None and not (lse.dtype == torch.float32 and lse.shape == q.shape[:2] and lse.is_contiguous()):
-        raise _refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
-    _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse)
+        raise refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
+    _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse, kv_scales=kv_scales)
 
 
 def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
@@ -414,9 +417,9 @@ def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix
     both may be strided. A row with NaN or infinity gives no finite output. Bits are the same for every back end.
     """
     if x.ndim != 2 or x.shape[1] != matrix.columns or x.stride(1) != 1 or x.dtype not in DTYPES or not x.is_cpu:
-        raise _refuse("x", x, f"bfloat16, float16 or float32 [N, {matrix.columns}] with dense rows on the CPU")
+        raise refuse("x", x, f"bfloat16, float16 or float32 [N, {matrix.columns}] with dense rows on the CPU")
     if out.shape != (len(x), matrix.outputs) or out.stride(1) != 1 or out.dtype not in (x.dtype, torch.float32):
-        raise _refuse("out", out, f"{x.dtype} or float32 {(len(x), matrix.outputs)} with dense rows")
+        raise refuse("out", out, f"{x.dtype} or float32 {(len(x), matrix.outputs)} with dense rows")
     kernels = _kernels(x)
     chosen = kernels if isinstance(kernels, NativeKernels) else quantized
     chosen.quantized_linear(out, x, matrix)
@@ -430,6 +433,8 @@ def decoder_layers(
     plan: AttentionPlan,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Carry out all layers in one call of the C back end, layer i in layer i of the KV cache; bits as by single calls.
 
@@ -440,21 +445,22 @@ def decoder_layers(
     kernels = _kernels(hidden)
     if not isinstance(kernels, NativeKernels):
         raise ValueError(f"fused layers need the C back end; {backend(hidden.device)} serves {hidden.device}")
-    _check_cache(kv_cache, len(layers.parts) - 1)
+    check_cache(kv_cache, len(layers.parts) - 1, kv_scales)
     layout, rows = plan.layout, len(hidden)
     for name, x in (("hidden", hidden), ("residual", residual)):
         if x.shape != (rows, layers.hidden_size) or x.dtype != layers.dtype or not x.is_contiguous():
-            raise _refuse(name, x, f"dense {layers.dtype} {(rows, layers.hidden_size)}")
+            raise refuse(name, x, f"dense {layers.dtype} {(rows, layers.hidden_size)}")
     heads = (layers.num_heads, layers.num_kv_heads, layers.head_size)
     shape = (layers.num_kv_heads, layout.block_tokens, layers.head_size)
     if heads != (plan.num_heads, layout.num_kv_heads, layout.head_size) or kv_cache.shape[3:] != shape:
-        raise _refuse("kv_cache", kv_cache, f"of the plan's layout {layout}, which must be that of the layers")
-    if kv_cache.dtype != layers.dtype or kv_cache.shape[0] < plan.num_blocks_needed or rows < plan.num_tokens:
-        raise _refuse("kv_cache", kv_cache, f"{layers.dtype} of {plan.num_blocks_needed} blocks, for {rows} rows")
+        raise refuse("kv_cache", kv_cache, f"of the plan's layout {layout}, which must be that of the layers")
+    fits = kv_cache.itemsize == 1 or kv_cache.dtype == layers.dtype
+    if not fits or kv_cache.shape[0] < plan.num_blocks_needed or rows < plan.num_tokens:
+        raise refuse("kv_cache", kv_cache, f"{layers.dtype} or fp8 of {plan.num_blocks_needed} blocks, for {rows} rows")
     for name, x, dtypes in (
         ("positions", positions, (torch.int64, torch.int32)),
         ("slot_mapping", slot_mapping, (torch.int64,)),
     ):
         if x.shape != (rows,) or x.dtype not in dtypes or not x.is_contiguous():
-            raise _refuse(name, x, f"dense {dtypes[0]} [{rows}]")
-    kernels.decoder_layers(layers, hidden, residual, kv_cache, plan, positions, slot_mapping)
+            raise refuse(name, x, f"dense {dtypes[0]} [{rows}]")
+    kernels.decoder_layers(layers, hidden, residual, kv_cache, plan, positions, slot_mapping, kv_scales=kv_scales)

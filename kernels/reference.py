@@ -163,14 +163,37 @@ def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
 
 def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
     """staging[i] = pool[ids[i]]; a negative id skips its place."""
-    used = ids >= 0
-    staging.view(torch.uint8)[: len(ids)][used] = pool.view(torch.uint8)[ids[used]]
+    for place, block in enumerate(ids.tolist()):
+        if block >= 0:
+            staging[place].copy_(pool[block])
 
 
 def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
     """pool[ids[i]] = staging[i]; a negative id skips its place."""
-    used = ids >= 0
-    pool.view(torch.uint8)[ids[used]] = staging.view(torch.uint8)[: len(ids)][used]
+    for place, block in enumerate(ids.tolist()):
+        if block >= 0:
+            pool[block].copy_(staging[place])
+
+
+def encode_blocks(pool: torch.Tensor, ids: torch.Tensor, images: torch.Tensor, dtype: torch.dtype) -> None:
+    """images[i] = the fp8 image of pool[ids[i]]: codes, then (e4m3) scales; see `ops.encode_blocks`."""
+    values, most = pool[ids].float(), E5M2_MAX
+    if dtype == torch.float8_e4m3fn:
+        most, scales = E4M3_MAX, _e4m3_scale(values.abs().amax(dim=(-2, -1)))
+        values /= scales[..., None, None]
+        images[:, -scales[0].nbytes :] = scales.flatten(1).view(torch.uint8)
+    codes = values.clamp_(-most, most).to(dtype).flatten(1).view(torch.uint8)
+    images[:, : codes.shape[1]] = codes
+
+
+def decode_blocks(images: torch.Tensor, dtype: torch.dtype, ids: torch.Tensor, pool: torch.Tensor) -> None:
+    """pool[ids[i]] = what images[i] is worth, rounded to the pool's dtype, at most its largest number."""
+    shape, most = (len(ids), *pool.shape[1:]), torch.finfo(pool.dtype).max
+    values = images[:, : pool[0].numel()].contiguous().view(dtype).view(shape).float()
+    if dtype == torch.float8_e4m3fn:
+        scales = images[:, pool[0].numel() :].contiguous().view(torch.float32)
+        values *= scales.view(shape[:4])[..., None, None]
+    pool[ids] = values.clamp_(-most, most).to(pool.dtype)
 
 
 def paged_attention(

@@ -48,8 +48,8 @@ class Clear:
 @dataclass(frozen=True, slots=True)
 class Status:
     """pages: (state, pages) of the host pool, states as in slots.py; pinned_pages: held by reads and hard pins; blocks:
-    known, on whatever tier; in_host: those that are whole in host slots; the rest: gauges, and counters since the
-    start.
+    known, on whatever tier; in_host: those that are whole in host slots; max_reads, max_keys, max_entries: limits of a
+    client; the rest: gauges, and counters since the start.
     """
 
     incarnation: int
@@ -80,11 +80,16 @@ class Status:
     opened: int
     keys_asked: int
     keys_found: int
+    host_hits: int
+    nvme_hits: int
     expired_reads: int
     late_fetches: int
     adopted: int
     refused_records: int
     corrupt_records: int
+    max_reads: int
+    max_keys: int
+    max_entries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,9 @@ def status(core: NodeStore) -> Status:
         corrupt=tiers.loader.num_corrupt + tiers.num_bad_slots,
         read_errors=tiers.loader.num_errors,
         write_errors=tiers.num_write_errors,
+        max_reads=core.config.max_reads,
+        max_keys=core.config.max_keys,
+        max_entries=core.config.max_entries,
         **{name: value for name, value in stats.items() if name in Status.__dataclass_fields__},
     )
 

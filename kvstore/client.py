@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -47,6 +46,7 @@ from tournant.kvstore.groups import Handle
 from tournant.kvstore.host_tier import HostMemory, PageLock
 from tournant.kvstore.read_group import Answer
 from tournant.kvstore.record import checksum
+from tournant.kvstore.report_book import Lent, ReportBook
 from tournant.kvstore.socket_transport import SocketTransport
 from tournant.kvstore.wire import Answer as StoreMessage
 from tournant.kvstore.wire import Query, Request
@@ -61,7 +61,23 @@ class Transport(Protocol):
     """What carries messages. deadline: `time.monotonic()` at which to give up with StoreUnavailable."""
 
     def send(self, message: Request, deadline: float) -> None:
-        """Hand a message over. Raises StoreUnavailable; WireError when a field is out of its range."""
+        """Hand a message over; with a deadline of 0, what has no room now is sent by `flush` or the next `send`.
+
+        Raises StoreUnavailable; WireError when a field is out of its range.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Send what there is room for now. Raises StoreUnavailable."""
+        ...
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something left to do."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when `receive` may have something, writable when `flush` may get on."""
         ...
 
     def receive(self, deadline: float) -> StoreMessage | None:
@@ -93,31 +109,25 @@ class Identity:
     tenant_check: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A slot that this client may write until it reports or releases it."""
-
-    page: int
-    generation: int
-
-
 class StoreClient:
     """See the module. Attaches when made: raises StoreRefused (nothing was changed), StoreUnavailable.
 
     incarnation: of the store; reports carry the step's blocks; `credit` says how many slots are free to be written.
+    waits: whether calls that need no reply wait for room in the connection; if not, `take` sends what had no room.
     """
 
-    def __init__(self, transport: Transport, identity: Identity, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, transport: Transport, identity: Identity, timeout_s: float = TIMEOUT_S, *, waits: bool = True
+    ) -> None:
         self.identity = identity
         self.timeout_s = timeout_s
         self._transport = transport
         self._pid = os.getpid()
         self._over = ""  # why this client is over
-        self._free: deque[Lent] = deque()
-        self._seq = self._answered = self._read = self._request = 0
-        self._taken: set[tuple[int, int]] = set()  # (page, generation) of slots that are taken and not reported yet
-        self._unanswered: deque[tuple[Report, set[tuple[int, int]]]] = deque()  # with their slots
-        self._reported: deque[Reported] = deque()
+        self._waits = waits
+        self._book = ReportBook()
+        self._read = self._request = 0
+        self._kept: list[Opened | Fetched] = []  # replies that came while another one was waited for
         self.num_bad = 0
         self.num_moved = 0  # copies given up because the slot got another generation
         try:
@@ -137,22 +147,27 @@ class StoreClient:
             transport.close()
             raise
         self.incarnation = attached.incarnation
-        self._free.extend(Lent(*pair) for pair in attached.lent)
+        self._book.lend(attached.lent)
 
     # ---- writing
 
     @property
     def credit(self) -> int:
         """Lent slots that can be written now."""
-        return len(self._free)
+        return len(self._book.free)
+
+    @property
+    def num_lent(self) -> int:
+        """Lent slots that no report has handed over: those of `credit` and those that were taken."""
+        return self._book.held
 
     def take_slot(self) -> Lent | None:
-        """A lent slot to write and then report or release; None when the credit is used up."""
-        if not self._free:
-            return None
-        lent = self._free.popleft()
-        self._taken.add((lent.page, lent.generation))
-        return lent
+        """A lent slot to write and then report, release or put back; None when the credit is used up."""
+        return self._book.take()
+
+    def put_back(self, lent: Lent) -> None:
+        """A slot that was taken is free to be written again. Nothing may still write to it."""
+        self._book.put_back(lent)
 
     def slot_view(self, page: int, length: int | None = None) -> memoryview:
         """Memory of a slot, `identity.slot_bytes` long if not told otherwise. Ends with this client: do not keep it.
@@ -194,21 +209,18 @@ class StoreClient:
                     f"entry {number} is {entry!r}; leave out what `write` returned None for, without credit"
                 )
         report = Report(
-            NO_CLIENT, self._seq + 1, tuple(entries), tuple((lent.page, lent.generation) for lent in released)
+            NO_CLIENT, self._book.seq + 1, tuple(entries), tuple((lent.page, lent.generation) for lent in released)
         )
-        self._send(report, self._deadline(None))
-        self._seq += 1
-        self._unanswered.append((report, self._hand_over(report)))
-        return self._seq
+        self._send_on(report)
+        self._book.sent(report)
+        return report.seq
 
     def collect(self) -> list[Reported]:
         """Replies to `post` that have arrived, in order; does not wait. Raises StoreUnavailable."""
         self._check()
-        while self._answered < self._seq and self._next(0.0) is not None:
-            continue
-        found = list(self._reported)
-        self._reported.clear()
-        return found
+        while self._book.answered < self._book.seq and (message := self._next(0.0)) is not None:
+            self._keep(message)
+        return self._book.replies()
 
     def publish(
         self, entries: Sequence[ReportEntry], released: Sequence[Lent] = (), timeout_s: float | None = None
@@ -218,10 +230,11 @@ class StoreClient:
         """
         seq = self.post(entries, released)
         deadline = self._deadline(timeout_s)
-        while self._answered < seq:
-            if self._next(deadline) is None:
+        while self._book.answered < seq:
+            if (message := self._next(deadline)) is None:
                 raise self._lost(f"no reply to report {seq} within {self._limit(timeout_s):g} s")
-        reply = self._reported.pop()
+            self._keep(message)
+        reply = self._book.last_reply()
         if reply.seq != seq:
             raise InvariantViolation(f"report {reply.seq} is answered after {seq}")
         return reply
@@ -233,10 +246,8 @@ class StoreClient:
 
         Raises StoreUnavailable: what was pinned ends by itself.
         """
-        self._check()
-        self._read += 1
-        read, deadline = self._read, self._deadline(timeout_s)
-        self._send(Open(NO_CLIENT, read, tuple(keys)), deadline)
+        deadline = self._deadline(timeout_s)
+        read = self.start_open(keys)
         found = self._wait(Opened, lambda message: message.read == read, deadline)
         return read, Answer(found.counts, found.rows, found.parts)
 
@@ -245,11 +256,50 @@ class StoreClient:
 
         An evicted, lost or slow block ends the prefix. Raises StoreUnavailable as `open`.
         """
-        self._check()
         deadline = self._deadline(timeout_s)
-        self._send(Fetch(NO_CLIENT, read, tuple(picks)), deadline)
+        self.start_fetch(read, picks)
         found = self._wait(Fetched, lambda message: message.read == read, deadline)
         return Answer(found.counts, found.rows, found.parts)
+
+    # ---- many reads at once
+
+    def fileno(self) -> int:
+        """Readable when `take` may have something. Not to be read or written."""
+        return self._transport.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for room in the connection: poll `fileno` for that too, then `take`."""
+        return self._transport.has_unsent
+
+    def start_open(self, keys: Sequence[bytes]) -> int:
+        """`open` without waiting for `Opened`, which `take` brings: the number of the read."""
+        self._check()
+        self._read += 1
+        self._send_on(Open(NO_CLIENT, self._read, tuple(keys)))
+        return self._read
+
+    def start_fetch(self, read: int, picks: Sequence[Version]) -> None:
+        """`fetch` without waiting for `Fetched`, which `take` brings."""
+        self._check()
+        self._send_on(Fetch(NO_CLIENT, read, tuple(picks)))
+
+    def take(self) -> list[Opened | Fetched | Reported]:
+        """What has arrived of replies to `start_open`, `start_fetch` and `post`. Never waits. The credit that reports
+        brought is counted. Raises StoreUnavailable. Deadlines are the caller's business.
+        """
+        self._check()
+        try:
+            self._transport.flush()
+        except StoreUnavailable as error:
+            raise self._lost(str(error)) from None
+        while (message := self._next(0.0)) is not None:
+            self._keep(message)
+        found: list[Opened | Fetched | Reported] = [*self._kept, *self._book.replies()]
+        self._kept.clear()
+        return found
+
+    # ---- what was read
 
     def current(self, handle: Handle) -> bool:
         """Whether the slot of a handle still is what it was when the handle was made. Check after every copy."""
@@ -302,26 +352,26 @@ class StoreClient:
     def used(self, keys: Sequence[bytes]) -> None:
         """A request with this chain has ended: its blocks count as used now, the tail to leave first. Does not wait."""
         self._check()
-        self._send(Used(NO_CLIENT, tuple(keys)), self._deadline(None))
+        self._send_on(Used(NO_CLIENT, tuple(keys)))
 
     def close_read(self, read: int) -> None:
         """All copies of a read have ended; its pins end. Does not wait. Raises StoreUnavailable: they end by
         themselves.
         """
         self._check()
-        self._send(CloseRead(NO_CLIENT, read), self._deadline(None))
+        self._send_on(CloseRead(NO_CLIENT, read))
 
     def bad(self, key: bytes, handle: Handle) -> None:
         """Tell the store that the bytes under a handle are wrong; it checks again and drops them. Does not wait."""
         self._check()
         self.num_bad += 1
         place = (handle.page, handle.generation)
-        self._send(Bad(NO_CLIENT, key, handle.version, *place), self._deadline(None))
+        self._send_on(Bad(NO_CLIENT, key, handle.version, *place))
 
     def forget(self, key: bytes, version: Version) -> None:
         """Tell the store that a version is incomplete across nodes. Does not wait."""
         self._check()
-        self._send(Forget(NO_CLIENT, key, version), self._deadline(None))
+        self._send_on(Forget(NO_CLIENT, key, version))
 
     def hard_pin(
         self, refs: Sequence[tuple[bytes, Version]], timeout_s: float | None = None
@@ -341,12 +391,15 @@ class StoreClient:
     def hard_unpin(self, request: int) -> None:
         """The kernels that read in place have ended. Does not wait."""
         self._check()
-        self._send(HardUnpin(NO_CLIENT, request), self._deadline(None))
+        self._send_on(HardUnpin(NO_CLIENT, request))
 
     # ---- the end
 
     def close(self) -> None:
-        """End the service and unmap the pool. Slots still lent come back when this process ends. Idempotent."""
+        """End the service and unmap the pool; nothing of this process may read or write slots any more. Idempotent.
+
+        Lent slots come back when the store hears of it, at the latest when this process ends.
+        """
         if not self._over:
             self._over = "it was closed"
         self._transport.close()
@@ -377,10 +430,15 @@ class StoreClient:
         except StoreUnavailable as error:
             raise self._lost(str(error)) from None
 
+    def _send_on(self, message: Request) -> None:
+        """Send what needs no reply now."""
+        self._send(message, self._deadline(None) if self._waits else 0.0)
+
     def _wait(self, kind: type[_M], wanted: Callable[[_M], bool], deadline: float, *, attaching: bool = False) -> _M:
         while (message := self._next(deadline, attaching=attaching)) is not None:
             if isinstance(message, kind) and wanted(message):
                 return message
+            self._keep(message)
         raise self._lost(f"no {kind.__name__} by the deadline")
 
     def _next(self, deadline: float, *, attaching: bool = False) -> StoreMessage | None:
@@ -394,54 +452,35 @@ class StoreClient:
             if attaching:
                 raise StoreRefused(message.message)
             raise StoreUnavailable(f"the store ended this connection: {message.message}")
-        if isinstance(message, Reported) and self._answered < message.seq <= self._seq:
-            self._answered = message.seq
-            self._take_back(message.refused)
-            self._free.extend(Lent(*pair) for pair in message.lent)
-            self._reported.append(message)
+        if isinstance(message, Reported):
+            self._book.replied(message)
         return message
 
-    def _hand_over(self, report: Report) -> set[tuple[int, int]]:
-        """Slots that a report names are the store's now; which of those of its entries were this client's."""
-        reported = _slots_of(report.entries)
-        named = reported.union(report.released)
-        ours = reported & self._taken
-        if named - self._taken:  # of an entry that was refused before, and free again
-            ours |= {(lent.page, lent.generation) for lent in self._free} & reported
-            self._free = deque(lent for lent in self._free if (lent.page, lent.generation) not in named)
-        self._taken -= named
-        return ours
-
-    def _take_back(self, refused: Sequence[int]) -> None:
-        """Slots of refused entries of the oldest unanswered report are still lent: they can be written again."""
-        report, slots = self._unanswered.popleft()
-        if not refused:
-            return
-        none = set(refused)
-        slots -= _slots_of(entry for number, entry in enumerate(report.entries) if number not in none)
-        for later, held in self._unanswered:  # which may take what was refused here
-            again = slots & _slots_of(later.entries)
-            held |= again
-            slots -= again.union(later.released)
-        self._free.extend(Lent(*pair) for pair in sorted(slots))
+    def _keep(self, message: StoreMessage) -> None:
+        """Something that is not waited for now: `take` may want it."""
+        if isinstance(message, Opened | Fetched):
+            self._kept.append(message)
 
     def _lost(self, why: str) -> StoreUnavailable:
         self._over = why
         return StoreUnavailable(f"the store is lost to this client: {why}; attach again")
 
 
-def _slots_of(entries: Iterable[ReportEntry]) -> set[tuple[int, int]]:
-    return {(entry.page, entry.generation) for entry in entries}
-
-
 def connect(
-    path: Path, identity: Identity, timeout_s: float = TIMEOUT_S, page_lock: PageLock | None = None
+    path: Path,
+    identity: Identity,
+    timeout_s: float = TIMEOUT_S,
+    page_lock: PageLock | None = None,
+    *,
+    waits: bool = True,
 ) -> StoreClient:
-    """Attach to the store that listens at a socket; `timeout_s` is the deadline of this and, by default, of every call.
+    """Attach to the store that listens at a socket; `timeout_s` is the deadline of this and, by default, of every call;
+    waits: see `StoreClient`.
 
     Raises StoreUnavailable when none listens there, StoreRefused when it says no; nothing is held then.
     """
-    return StoreClient(SocketTransport(path, time.monotonic() + timeout_s, page_lock), identity, timeout_s)
+    transport = SocketTransport(path, time.monotonic() + timeout_s, page_lock)
+    return StoreClient(transport, identity, timeout_s, waits=waits)
 
 
 def ask(path: Path, query: Query, timeout_s: float = TIMEOUT_S) -> StoreMessage:

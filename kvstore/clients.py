@@ -20,6 +20,7 @@ from tournant.kvstore.residency import Residency
 from tournant.kvstore.slots import Slot
 
 MAX_PARTS = 4096
+TOO_MUCH_LENT = "pages would be lent or pinned"  # in a refusal that asking for less credit may help against
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class ClientTable:
         asked = self.credit_pages() + hard_pages + event.credit * pages
         if event.credit < 0 or asked > limit:
             return (
-                f"credit of {event.credit} slots of {pages} pages: {asked} pages would be lent or pinned, "
+                f"credit of {event.credit} slots of {pages} pages: {asked} {TOO_MUCH_LENT}, "
                 f"at most {limit} may be; ask for less or give the store more host_bytes"
             )
         return self._writer_problem(event)

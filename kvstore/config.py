@@ -87,7 +87,7 @@ class StoreConfig:
             raise StoreConfigError(f"nvme_bytes is {self.nvme_bytes}; it must be at most {MAX_NVME_BYTES}")
         if not 0 < self.copy_stop <= self.copy_start <= self.copy_parallel <= 1:
             raise StoreConfigError(
-                f"watermarks are stop {self.copy_stop}, start {self.copy_start}, parallel {self.copy_parallel}; "
+                f"copy_stop is {self.copy_stop}, copy_start {self.copy_start}, copy_parallel {self.copy_parallel}; "
                 "they must rise from above 0 to at most 1"
             )
         for name in ("max_lent_share", "max_pinned_share"):

@@ -148,6 +148,13 @@ class HardUnpin:
 
 
 @dataclass(frozen=True, slots=True)
+class Detach:
+    """The last message of a client: its process has unmapped the pool. To the core this is a `ClientExited`."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClientClosed:
     """The connection ended or broke the protocol: no more service. Lent slots and hard pins stay until the exit."""
 
@@ -156,7 +163,7 @@ class ClientClosed:
 
 @dataclass(frozen=True, slots=True)
 class ClientExited:
-    """Its pidfd says that the process is gone: nothing of it can write or read any more."""
+    """Its pidfd says that the process is gone, or it said `Detach`: nothing of it can write or read any more."""
 
     client: int
 

@@ -121,21 +121,31 @@ class HostMemory:
         for page, generation in pairs:
             generations[page] = generation
 
-    def close(self) -> None:
-        """Unmap. Memory that views of slots still show stays mapped until the last of them is gone. Idempotent."""
+    def close(self) -> bool:
+        """Unmap. Memory that views of slots still show stays mapped until the last of them is gone; False then.
+
+        Idempotent: a second call returns True.
+        """
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
-        self.pool.release()
-        self.generations.release()
+        unmapped = True
+        for view in (self.pool, self.generations):
+            try:
+                view.release()
+            except BufferError:  # an array looks at it
+                unmapped = False
         for mapping in self._maps:
-            with suppress(BufferError):
+            try:
                 mapping.close()
+            except BufferError:
+                unmapped = False
         self._maps.clear()
         for fd in (self.pool_fd, self.generations_fd):
             if fd >= 0:
                 os.close(fd)
         self.pool_fd = self.generations_fd = -1
+        return unmapped
 
 
 def _available_bytes() -> int:

@@ -142,8 +142,22 @@ class _LocalTransport:
 
     def receive(self, deadline: float) -> Answer | None:
         """See `client.Transport`."""
-        self._store.wait(self._inbox, deadline)
+        if not self._inbox and not self._store.closed:
+            self._store.pump()
+            self._store.wait(self._inbox, deadline)
         return self._inbox.popleft() if self._inbox else None
+
+    def flush(self) -> None:
+        """See `client.Transport`: a function call has room for everything."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """See `client.Transport`."""
+        return False
+
+    def fileno(self) -> int:
+        """See `client.Transport`: what the disk has done. Other replies are there when a call returns."""
+        return self._store.shell.wake_fd
 
     def memory(self) -> HostMemory:
         """See `client.Transport`."""

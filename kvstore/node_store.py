@@ -349,6 +349,8 @@ class NodeStore:
             return
         self.reads.pick(read, event.picks)
         missing = [group for group in read.picks if not group.in_host]
+        self.stats.nvme_hits += len(missing)
+        self.stats.host_hits += len(read.picks) - len(missing)
         for group in self.tiers.loader.load(missing, self._clock_us):
             self.reads.wait(read, group)
         if read.waiting:

@@ -61,6 +61,7 @@ from tournant.kvstore.record import (
 )
 from tournant.kvstore.record_io import Scratch, read_run, write_run
 from tournant.kvstore.segment_files import SegmentFiles
+from tournant.kvstore.token_bucket import Pace
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EINVAL)  # of opening: nothing there, no regular file
@@ -71,8 +72,8 @@ _LOG = logging.getLogger(__name__)
 class NvmeConfig:
     """What an operator chooses. kv_form: the only numeric form adopted at open, None = every one; workers: threads,
     which is the most calls to the disk at once; queue_limit: requests that may wait; order: a name of ORDERS; codec:
-    "lz4" tries it where it pays; persist: keep what an earlier run left; direct: try direct I/O; trace_requests: how
-    many of the last requests `trace` returns.
+    "lz4" tries it where it pays; bytes_per_s: emulated disk, reads and writes each, 0 = off; persist: keep what an
+    earlier run left; direct: try direct I/O; trace_requests: how many of the last requests `trace` returns.
     """
 
     kv_form: str | None = None
@@ -80,12 +81,18 @@ class NvmeConfig:
     queue_limit: int = 1024
     order: str = "scan"
     codec: str = "none"
+    bytes_per_s: int = 0
     persist: bool = True
     direct: bool = True
     trace_requests: int = 4096
 
     def __post_init__(self) -> None:
-        for name, least, most in (("workers", 1, 64), ("queue_limit", 1, 1 << 20), ("trace_requests", 0, 1 << 20)):
+        for name, least, most in (
+            ("workers", 1, 64),
+            ("queue_limit", 1, 1 << 20),
+            ("trace_requests", 0, 1 << 20),
+            ("bytes_per_s", 0, 1 << 44),
+        ):
             if not least <= getattr(self, name) <= most:
                 raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be {least} to {most}")
         for name, known in (("order", tuple(ORDERS)), ("codec", CODECS)):
@@ -157,6 +164,7 @@ class NvmeTier:
         self._on_event = on_event
         self._disk: DiskIO = RealDisk() if disk is None else disk
         self._codecs = Codecs(config.codec)
+        self._read_pace, self._write_pace = Pace(config.bytes_per_s), Pace(config.bytes_per_s)
         self._emitting = threading.RLock()  # held while `on_event` runs
         self._changed = threading.Condition()  # guards all that follows
         self._order = ORDERS[config.order]()
@@ -366,9 +374,11 @@ class NvmeTier:
                 placed, problem = write_run(self._disk, file, run, self._pool, scratch, self._codecs)
         except OSError as error:
             problem = error
+        size = sum(record.size for record in placed)
+        self._write_pace.spend(size)
         with self._changed:
             self._calls += 1
-            self._written_bytes += sum(record.size for record in placed)
+            self._written_bytes += size
         self._emit(WriteDone(run.io, None if problem is None else _disk_error(problem), placed))
 
     def _read(self, reads: list[_Read], scratch: Scratch) -> None:
@@ -389,9 +399,11 @@ class NvmeTier:
                     ReadResult("corrupt", str(error)) if gone else ReadResult("error", str(error), _disk_error(error)),
                 )
             return
+        size = sum(one.read.size for one in reads)
+        self._read_pace.spend(size)
         with self._changed:
             self._calls += 1
-            self._read_bytes += sum(one.read.size for one in reads)
+            self._read_bytes += size
         for one, problem in zip(reads, problems, strict=True):
             self._settle(one, ReadResult("corrupt", problem) if problem else ReadResult("ok"))
 

@@ -36,6 +36,7 @@ from tournant.kvstore.events import (
     Attached,
     ClientClosed,
     ClientExited,
+    Detach,
     Disconnect,
     Drain,
     Drained,
@@ -66,7 +67,7 @@ _LOG = logging.getLogger("tournant.kvstore")
 
 class _Peer:
     """One connection. number: what the core calls it; pid: of the process behind it; passed: a descriptor that came
-    with its bytes, -1 = none.
+    with its bytes, -1 = none; deaf: it takes no more replies, what it had sent is still read to its end.
     """
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
@@ -74,7 +75,7 @@ class _Peer:
         self.number = number
         self.pid = pid
         self.passed = -1
-        self.attached = False
+        self.attached = self.deaf = False
         self.since = time.monotonic()
         self.frames = FrameBuffer(MAX_REQUEST_BYTES)
         self.unsent: deque[memoryview] = deque()
@@ -206,10 +207,12 @@ class StoreServer:
                 self._end(peer, problem)
             else:
                 self._deliver(self._shell.handle(message))
-        elif peer.attached:
-            self._deliver(self._shell.handle(message))
-        else:
+        elif not peer.attached:
             self._end(peer, "attach first")
+        elif isinstance(message, Detach):
+            self._exited(peer.number)
+        else:
+            self._deliver(self._shell.handle(message))
 
     def _end(self, peer: _Peer, reason: str = "") -> None:
         """Close a connection; the core hears of it unless it said so itself."""
@@ -270,15 +273,18 @@ class StoreServer:
         memory = self._shell.memory
         try:
             sent = socket.send_fds(peer.sock, [frame], [memory.pool_fd, memory.generations_fd])
-        except OSError as error:
+        except BlockingIOError as error:
             self._end(peer, f"the pool cannot be passed: {error}")
+            return
+        except OSError:
+            peer.deaf = True
             return
         if sent < len(frame):
             self._queue(peer, frame[sent:])
 
     def _send_to(self, client: int, reply: Answer) -> None:
         peer = self._peers.get(client)
-        if peer is None:
+        if peer is None or peer.deaf:
             return
         try:
             frame = memoryview(encode(reply))
@@ -291,7 +297,7 @@ class StoreServer:
             except BlockingIOError:
                 pass
             except OSError:
-                self._end(peer)
+                peer.deaf = True
                 return
         if frame:
             self._queue(peer, frame)
@@ -318,8 +324,8 @@ class StoreServer:
         except BlockingIOError:
             return
         except OSError:
-            self._end(peer)
-            return
+            peer.deaf = True
+            peer.unsent.clear()
         self._selector.modify(peer.sock, selectors.EVENT_READ, peer)
 
 

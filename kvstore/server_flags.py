@@ -46,6 +46,7 @@ HELP = {
     "queue_limit": "most requests that wait for the disk",
     "order": "order of I/O",
     "codec": "how blocks are stored on disk",
+    "bytes_per_s": "emulated disk: most bytes a second, reads and writes each, 0 = off",
     "persist": "keep what an earlier run left in the folder",
     "direct": "use direct I/O where the disk can",
     "trace_requests": "how many of the last requests are remembered",
@@ -77,7 +78,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
             else:
                 kind["type"] = _TYPES.get(str(field.type), str)
                 kind["metavar"] = {"int": "N", "float": "X"}.get(str(field.type), "NAME")
-            if field.name.endswith("_bytes"):
+            if field.name.endswith(("_bytes", "bytes_per_s")):
                 kind |= {"type": _size, "metavar": "SIZE"}
             group.add_argument(name, dest=f"{cls.__name__}.{field.name}", help=HELP[field.name], **kind)
     return parser.parse_args(argv)

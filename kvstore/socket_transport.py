@@ -10,12 +10,14 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
-from tournant.kvstore.events import Attach
+from tournant.kvstore.events import Attach, Detach
 from tournant.kvstore.host_tier import HostMemory, PageLock
 from tournant.kvstore.wire import MAX_REPLY_BYTES, Answer, FrameBuffer, Request, WireError, decode_answer, encode
 
@@ -23,6 +25,7 @@ RECEIVE_BYTES = 1 << 18
 MAX_PATH_BYTES = 107  # of an address in the unix domain
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RETRY_S = 0.005
+_FAREWELL_S = 600.0  # how long a store that does not read is waited for, beside everything else
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -45,6 +48,8 @@ class SocketTransport:
         self._arrived: deque[bytes] = deque()
         self._fds: list[int] = []
         self._memory: HostMemory | None = None
+        self._unsent: deque[memoryview] = deque()
+        self._attached_by = 0  # the process that has sent an `Attach`
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
         self._readable, self._writable = select.poll(), select.poll()
@@ -73,23 +78,49 @@ class SocketTransport:
 
     def send(self, message: Request, deadline: float) -> None:
         """See `client.Transport`. An `Attach` carries a pidfd of this process."""
-        left = memoryview(encode(message))
-        pidfds = [os.pidfd_open(os.getpid())] if isinstance(message, Attach) else []
-        try:
-            while left:
-                try:
-                    sent = socket.send_fds(self._sock, [left], pidfds) if pidfds else self._sock.send(left)
-                    left = left[sent:]
-                except BlockingIOError:
-                    self._poll(self._writable, deadline, "it does not read")
-                except OSError as error:
-                    raise StoreUnavailable(f"the connection to {self._path} broke: {error}") from None
-                else:
-                    while pidfds:
-                        os.close(pidfds.pop())
-        finally:
-            for pidfd in pidfds:
+        self._unsent.append(memoryview(encode(message)))
+        if isinstance(message, Attach):
+            self._attached_by = os.getpid()
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                self._write([pidfd], deadline)
+            finally:
                 os.close(pidfd)
+        self._write([], deadline)
+
+    def flush(self) -> None:
+        """See `client.Transport`."""
+        self._write([], 0.0)
+
+    @property
+    def has_unsent(self) -> bool:
+        """See `client.Transport`."""
+        return bool(self._unsent)
+
+    def fileno(self) -> int:
+        """See `client.Transport`."""
+        return self._sock.fileno()
+
+    def _write(self, pidfds: list[int], deadline: float) -> None:
+        """Send what is unsent, the descriptors with its first byte; without a deadline, as much as there is room
+        for.
+        """
+        while self._unsent:
+            left = self._unsent[0]
+            try:
+                sent = socket.send_fds(self._sock, [left], pidfds) if pidfds else self._sock.send(left)
+            except BlockingIOError:
+                if not deadline:
+                    return
+                self._poll(self._writable, deadline, "it does not read")
+            except OSError as error:
+                raise StoreUnavailable(f"the connection to {self._path} broke: {error}") from None
+            else:
+                pidfds = []
+                if sent < len(left):
+                    self._unsent[0] = left[sent:]
+                else:
+                    self._unsent.popleft()
 
     def receive(self, deadline: float) -> Answer | None:
         """See `client.Transport`."""
@@ -134,11 +165,27 @@ class SocketTransport:
         return self._memory
 
     def close(self) -> None:
-        """See `client.Transport`."""
-        self._sock.close()
+        """See `client.Transport`. A store that still lives is told that this process has unmapped the pool."""
+        unmapped = True
         for fd in self._fds:
             os.close(fd)
         self._fds = []
         if self._memory is not None:
-            self._memory.close()
+            unmapped = self._memory.close()
             self._memory = None
+        if unmapped and self._attached_by == os.getpid():  # not of a forked child
+            self._attached_by = 0
+            with suppress(StoreUnavailable):
+                self.send(Detach(0), 0.0)
+                if self._unsent:
+                    rest = b"".join(self._unsent)
+                    threading.Thread(target=_farewell, args=(self._sock, rest), name="farewell", daemon=True).start()
+                    return
+        self._sock.close()
+
+
+def _farewell(sock: socket.socket, rest: bytes) -> None:
+    """Send the last words to a store that does not read now, and close the socket."""
+    with sock, suppress(OSError):
+        sock.settimeout(_FAREWELL_S)
+        sock.sendall(rest)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StoreStats:
-    """Since the start. Blocks are counted once per part. The tiers' own counters are in `TierManager`."""
+    """Since the start. Blocks are counted once per part. The tiers' own counters are in `TierManager`.
+
+    host_hits, nvme_hits: blocks that fetches chose, by where they lay then.
+    """
 
     reported: int = 0
     refused_entries: int = 0
@@ -16,6 +19,8 @@ class StoreStats:
     opened: int = 0
     keys_asked: int = 0
     keys_found: int = 0
+    host_hits: int = 0
+    nvme_hits: int = 0
     expired_reads: int = 0
     late_fetches: int = 0
     prefetched: int = 0

@@ -78,7 +78,9 @@ def start_store(
     os.close(gives_check)
     command += ["--ready-fd", str(says_ready), "--tenant-check-fd", str(check)]
     try:
-        process = subprocess.Popen(command, pass_fds=[says_ready, check], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(  # its own session: Ctrl-C at a terminal is its parent's to understand
+            command, pass_fds=[says_ready, check], stdin=subprocess.DEVNULL, start_new_session=True
+        )
     finally:
         os.close(says_ready)
         os.close(check)

@@ -39,6 +39,7 @@ from tournant.kvstore.events import (
     Bad,
     ClientMessage,
     CloseRead,
+    Detach,
     Fetch,
     Fetched,
     Forget,
@@ -56,14 +57,14 @@ from tournant.kvstore.events import (
 )
 from tournant.kvstore.groups import ROW
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_REQUEST_BYTES = 2 << 20  # of one frame from a client
 MAX_REPLY_BYTES = 64 << 20  # of one frame from the store
 MAX_TEXT = 4096
 FRAME_HEADER = struct.Struct("<I")
 
 Query = StatusQuery | ListBlocks | VerifyBlocks | Clear
-Request = ClientMessage | Query
+Request = ClientMessage | Detach | Query
 Answer = Reply | Status | Listed | VerifiedBlocks | Cleared
 
 _PART = struct.Struct("<4I")
@@ -267,6 +268,7 @@ _SCHEMAS = (
     _Schema(8, HardPin, (("request", _WIDE), ("refs", _REFS))),
     _Schema(9, HardUnpin, (("request", _WIDE),)),
     _Schema(10, Used, (("keys", _PACKED_KEYS),)),
+    _Schema(11, Detach, ()),
     _Schema(32, StatusQuery, (("protocol", _constant(PROTOCOL)),)),
     _Schema(33, ListBlocks, (("protocol", _constant(PROTOCOL)), ("after", _WIDE))),
     _Schema(34, VerifyBlocks, (("protocol", _constant(PROTOCOL)), ("after", _WIDE))),
@@ -290,7 +292,7 @@ _SCHEMAS = (
 _BY_CLASS = {schema.cls: schema for schema in _SCHEMAS}
 _BY_CODE = {schema.code: schema for schema in _SCHEMAS}
 _MOST_FIELDS = 1 + max(len(schema.fields) for schema in _SCHEMAS)
-_OF_CLIENTS = (Attach, Report, Open, Fetch, Used, CloseRead, Bad, Forget, HardPin, HardUnpin)
+_OF_CLIENTS = (Attach, Report, Open, Fetch, Used, CloseRead, Bad, Forget, HardPin, HardUnpin, Detach)
 
 
 def encode(message: Request | Answer) -> bytes:

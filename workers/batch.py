@@ -38,6 +38,12 @@ class RowState:
     seed: int
     index: int
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> RowState:
+        """As the sequence is now."""
+        tokens = list(sequence.token_ids)
+        return cls(sequence.row, tokens, sequence.num_prompt, sequence.params, sequence.seed, sequence.index)
+
 
 @dataclass(slots=True)
 class Batch:
@@ -49,7 +55,7 @@ class Batch:
     of entries that want log-probabilities of the tokens after each of theirs, with how many alternatives and the next
     known prompt token after the chunk (None at the end of the prompt); new_rows: rows taken since the last batch;
     block_updates: (row, first index, block ids) to write into the rows' block tables; copies: (source, destination)
-    blocks to copy before anything else.
+    blocks to copy before anything else; scheduled_at: in seconds of the engine's clock.
     """
 
     step: int
@@ -64,6 +70,7 @@ class Batch:
     new_rows: list[RowState] = field(default_factory=list)
     block_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    scheduled_at: float = 0.0
 
     @property
     def num_tokens(self) -> int:

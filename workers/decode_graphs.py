@@ -5,7 +5,7 @@ one token each runs in the smallest captured size of at least n; its other rows 
 store nothing and get zeros from attention. Everything else runs eagerly.
 
 Invariants:
- 1. A captured step reads only its static tensors, the weights and the KV pool; none of them ever moves.
+ 1. A captured step reads only its static tensors, the weights and the KV pool with its scales; none of them ever moves.
  2. Static tensors are filled on the stream that replays, so a step in flight is not disturbed.
 """
 
@@ -80,4 +80,7 @@ class DecodeGraphs:
             only_decodes=True,
             plan=ops.static_decode_plan(self._cache.layout, config.num_heads, size, self._max_blocks, device),
         )
-        return _Captured(static, self._device.capture(lambda: self._decoder.forward(static, self._cache.tensor)))
+        cache = self._cache
+        return _Captured(
+            static, self._device.capture(lambda: self._decoder.forward(static, cache.tensor, kv_scales=cache.scales))
+        )

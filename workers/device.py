@@ -23,6 +23,7 @@ import torch
 
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
+from tournant.kvstore.host_tier import PageLock
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 from tournant.workers.kv_cache import DeviceMemory, cpu_pool_blocks, gpu_pool_blocks
@@ -96,9 +97,21 @@ class Device(ABC):
     def new_lane(self) -> Lane:
         """A queue beside computing."""
 
+    @property
+    def page_lock(self) -> PageLock | None:
+        """What locks memory of other processes, mapped here, so that this device copies it fast; None: no need."""
+        return None
+
     @abstractmethod
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the CPU that this device reads and writes fast."""
+
+
+def _register(address: int, num_bytes: int) -> Callable[[], None]:
+    """Make CUDA know memory as page-locked; returns what undoes that. Raises RuntimeError when it cannot."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    return lambda: torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
 def pack(arrays: Sequence[npt.NDArray[np.int64]], *, pin_memory: bool) -> tuple[torch.Tensor, list[int]]:
@@ -293,6 +306,11 @@ class CudaDevice(Device):
     def new_lane(self) -> Lane:
         """A stream."""
         return _Stream(self.torch_device)
+
+    @property
+    def page_lock(self) -> PageLock | None:
+        """Registers memory with CUDA."""
+        return _register
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Page-locked memory."""

@@ -14,14 +14,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from tournant.workers.batch import Batch, PendingStep
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
+from tournant.workers.errors import ConfigError
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.scheduler import Scheduler
 from tournant.workers.sequence import RopeSwitch, Sequence
+from tournant.workers.tiering import Tiering
+from tournant.workers.transfer_messages import Link
+
+FLUSH_POLL_S = 0.05
 
 
 class Runner(Protocol):
@@ -37,16 +44,34 @@ class Runner(Protocol):
 class Engine:
     """A scheduler and a runner. With two batches in flight the second is scheduled while the first runs.
 
-    info: the limits of pool and model, the same that frontends are told.
+    info: the limits of pool and model, the same that frontends are told; link, offload: the way to the tiers below the
+    device and how it is used, None without; clock: in seconds.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        info: EngineInfo,
+        link: Link | None = None,
+        offload: OffloadConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if (link is None) != (offload is None):
+            raise ConfigError("an engine with a link to a store needs an OffloadConfig, and the other way round")
         self.config = config
         self.runner = runner
         self.info = info
         num_blocks = info.pool_tokens // info.block_tokens
-        blocks = BlockManager(num_blocks, info.block_tokens, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, blocks, info.eos_token_ids)
+        caching = config.enable_prefix_caching
+        blocks = BlockManager(
+            num_blocks, info.block_tokens, enable_prefix_caching=caching, has_tiers=offload is not None
+        )
+        self._link = link
+        self._tiers = None if offload is None else Tiering(offload, blocks, info.writer_id)
+        self._clock = clock
+        self._stalled = False  # the last step found nothing to compute
+        self.scheduler = Scheduler(config, blocks, info.eos_token_ids, self._tiers)
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._most_in_flight = config.num_in_flight or runner.num_in_flight
         self._sequences: dict[int, list[Sequence]] = {}
@@ -57,19 +82,69 @@ class Engine:
         """True while a step could do something."""
         return self.scheduler.has_work or bool(self._in_flight)
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there are tiers below the device, which a step without work serves too."""
+        return self._tiers is not None
+
+    def wait_s(self) -> float | None:
+        """Seconds until a step can do something if nothing happens before: 0 for now, None for never. What may happen:
+        a new request, or an event of the link.
+        """
+        orders = self._tiers is not None and bool(self._tiers.orders)
+        if self._in_flight or orders or (self.has_work and not self._stalled):
+            return 0.0
+        deadline = None if self._tiers is None else self._tiers.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
     def stats(self) -> EngineStats:
         """Counters and gauges of the scheduler."""
-        return self.scheduler.stats()
+        return self.scheduler.stats(self._clock())
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the loop: schedule a batch, start it, book the oldest one that is in flight."""
-        batch = self.scheduler.schedule(time.monotonic())
+        """One turn of the loop: take events, schedule a batch, start it, book the oldest one that is in flight."""
+        self._take_events()
+        batch = self.scheduler.schedule(self._clock())
+        self._submit_orders()
         if batch is not None:
             self._in_flight.append((batch, self.runner.run(batch)))
+        self._stalled = not self._in_flight
         if not self._in_flight or (batch is not None and len(self._in_flight) < self._most_in_flight):
             return []
         done, pending = self._in_flight.popleft()
-        return self._forget_finished(self.scheduler.postprocess(done, pending.result(), time.monotonic()))
+        return self._forget_finished(self.scheduler.postprocess(done, pending.result(), self._clock()))
+
+    def _take_events(self) -> None:
+        if self._tiers is not None and self._link is not None:
+            for event in self._link.take_events():
+                self._tiers.on_event(event, self._clock())
+
+    def _submit_orders(self) -> None:
+        if self._tiers is not None and self._link is not None and self._tiers.orders:
+            self._link.submit(self._tiers.orders)
+            self._tiers.orders.clear()
+
+    def attach(self, wait: Callable[[float], object], most_s: float) -> None:
+        """Give the store a moment to be there before the first request. wait, most_s: as in `flush`."""
+        end = self._clock() + most_s
+        while self._tiers is not None and not self._tiers.attached and (left := end - self._clock()) > 0:
+            self.step()
+            wait(min(left, FLUSH_POLL_S))
+
+    def flush(self, wait: Callable[[float], object], most_s: float) -> None:
+        """With nothing left to compute: let what is only on the device go down, for at most so long. wait: returns when
+        the link has an event or the given seconds have passed.
+        """
+        end = self._clock() + most_s
+        while self._tiers is not None and not self._tiers.is_settled and (left := end - self._clock()) > 0:
+            self.step()
+            wait(min(left, FLUSH_POLL_S))
+
+    def close(self) -> None:
+        """End the link; device blocks are not touched afterwards. Idempotent."""
+        if self._link is not None:
+            self._link.close(0.0)
+            self._link = None
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queue all answers of a request; returns "error" outputs instead when it can never run."""
@@ -95,11 +170,12 @@ class Engine:
                 seed,
                 request.namespace_digest,
                 self._rope_switch(request),
-                time.monotonic(),
+                self._clock(),
                 fork_of=sequences[0] if sequences else None,
             )
             self.scheduler.add(sequence)
             sequences.append(sequence)
+        self._stalled = False
         self._sequences[request.request_id] = sequences
         return []
 
@@ -107,6 +183,7 @@ class Engine:
         """End a request without further outputs. Unknown ids are ignored."""
         for sequence in self._sequences.pop(request_id, []):
             self.scheduler.abort(sequence)
+        self._stalled = False
 
     def abort_answer(self, request_id: int, index: int) -> None:
         """End one answer of a request without further outputs; the others go on. Unknown ones are ignored."""

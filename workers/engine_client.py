@@ -127,7 +127,7 @@ class ProcessEngineClient(asyncio.Protocol):
         try:
             model = (str(files.folder), files.name, files.weights_id)
             client._send(start_to_wire(StartMessage(config, model, os.getpid(), offload)))
-            client._info = await asyncio.wait_for(client._ready, timeout_s)
+            await asyncio.wait_for(client._ready, timeout_s)
         except TimeoutError:
             await client.close()
             raise EngineDeadError(f"the engine was not ready after {timeout_s:g} s; see its log above") from None
@@ -249,8 +249,9 @@ class ProcessEngineClient(asyncio.Protocol):
                 if future is not None and not future.done():
                     future.set_result(message[2])
             case "ready":
+                self._info = info_from_wire(message)  # now: a step may be behind it in the same read
                 if not self._ready.done():
-                    self._ready.set_result(info_from_wire(message))
+                    self._ready.set_result(self._info)
             case "failed":
                 kinds: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelFormatError": ModelFormatError}
                 if not self._ready.done():

@@ -19,6 +19,8 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,12 @@ from tournant.workers.messages import (
 )
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.model_runner import ModelRunner
+from tournant.workers.offload import kv_form_of, open_link
+from tournant.workers.offload_config import OffloadConfig
 
 MAX_FAILED_STEPS = 3
+ATTACH_S = 5.0  # most seconds that readiness waits for the node store
+FLUSH_S = 2.0  # most seconds to copy down what is only on the device when the engine is told to end
 RECEIVE_BYTES = 1 << 18
 logger = logging.getLogger("tournant.engine")
 
@@ -63,10 +69,14 @@ class EngineServer:
         threading.Thread(target=self._read, args=(parent,), daemon=True, name="reader").start()
         folder, name, weights_id = start.model
         try:
-            engine, info = build_engine(start.config, ModelFiles(Path(folder), name, weights_id), self._writer_id)
+            files = ModelFiles(Path(folder), name, weights_id)
+            engine, info = build_engine(
+                start.config, files, self._writer_id, offload=start.offload, wake=self._wake.set
+            )
         except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError, RuntimeError) as error:
             self._send(["failed", type(error).__name__, str(error)])
             raise SystemExit(1) from error
+        engine.attach(self._rest, ATTACH_S)
         self._send(info_to_wire(info))
         self._serve(engine)
 
@@ -99,13 +109,14 @@ class EngineServer:
 
     def _serve(self, engine: Engine) -> None:
         failed, step = 0, 0
+        told_stats = engine.stats()
         while True:
-            if not engine.has_work:
-                self._wake.wait()
+            if (wait_s := engine.wait_s()) != 0:
+                self._wake.wait(wait_s)
             self._wake.clear()
             told = bool(self._inbox)  # an abort yields no output, but other numbers
             outputs = self._handle_inbox(engine)
-            if engine.has_work:
+            if engine.has_work or engine.has_tiers:
                 try:
                     outputs += engine.step()
                     failed = 0
@@ -115,9 +126,11 @@ class EngineServer:
                     outputs += engine.fail_all(f"the engine could not compute a step: {type(error).__name__}")
                     if failed >= MAX_FAILED_STEPS:
                         raise
-            if outputs or told:
+            rests = engine.has_tiers and engine.wait_s() is None  # then its numbers would not be told later
+            if outputs or told or (rests and engine.stats() != told_stats):
                 step += 1
-                self._send(step_to_wire(StepMessage(self._writer_id, step, outputs, engine.stats())))
+                told_stats = engine.stats()
+                self._send(step_to_wire(StepMessage(self._writer_id, step, outputs, told_stats)))
 
     def _handle_inbox(self, engine: Engine) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -136,10 +149,16 @@ class EngineServer:
                 case "validate":
                     self._send(["reply", message[1], _validate(engine)])
                 case "close":
+                    engine.flush(self._rest, FLUSH_S)
+                    engine.close()
                     raise SystemExit(0)
                 case kind:
                     raise ValueError(f"unknown message kind {kind!r}")
         return outputs
+
+    def _rest(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
 
     def _send(self, message: list[Any]) -> None:
         self._connection.sendall(pack_frame(message))
@@ -167,9 +186,15 @@ def _validate(engine: Engine) -> str:
 
 
 def build_engine(
-    config: EngineConfig, files: ModelFiles, writer_id: int, device: Device | None = None
+    config: EngineConfig,
+    files: ModelFiles,
+    writer_id: int,
+    device: Device | None = None,
+    offload: OffloadConfig | None = None,
+    wake: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, EngineInfo]:
-    """An engine with its model loaded, and what it says of itself; device: see `ModelRunner`.
+    """An engine with its model loaded, and what it says of itself; device: see `ModelRunner`; offload: its tiers below
+    the device; wake: called from another thread when these have news for the engine.
 
     Raises ConfigError, ModelFormatError.
     """
@@ -187,11 +212,17 @@ def build_engine(
         eos_token_ids=decoder.eos_token_ids,
         dtype=str(layout.dtype).removeprefix("torch."),
         device=runner.device.kind,
-        namespace=runner.namespace,
+        namespace=runner.namespace
+        if offload is None
+        else replace(runner.namespace, kv_form=kv_form_of(runner, offload)),
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,
     )
-    engine = Engine(config, runner, info)
+    if offload is None:
+        engine = Engine(config, runner, info)
+    else:
+        steps, link = open_link(runner, offload, writer_id, wake)
+        engine = Engine(config, steps, info, link, offload)
     gc.collect()
     gc.freeze()  # what was loaded lives as long as the process: the collector need not look at it again
     return engine, info

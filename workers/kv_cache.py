@@ -1,6 +1,6 @@
-"""The KV bytes of one shard on its device: one preallocated tensor, written only through the kernels.
+"""The KV bytes of one shard on its device: one preallocated tensor and its scales, written only through the kernels.
 
-Owns the pool tensor, how large it may be, and nothing about who uses which block (that is `BlockManager`).
+Owns the pool tensor and its form, how large it may be, and nothing about who uses which block (that is `BlockManager`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,20 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 
 DEFAULT_POOL_BYTES = 1 << 30
+KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of KV on the device of an engine that computes in `dtype`.
+
+    Raises ConfigError for e4m3 in deterministic mode: a block's codes depend on which of its tokens came together.
+    """
+    if config.deterministic and config.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError(
+            "deterministic is true and kv_cache_dtype 'fp8_e4m3': the scale of a block grows with its tokens, so "
+            "answers would depend on how prompts are cut into chunks; use fp8_e5m2 or auto"
+        )
+    return KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
 
 
 def available_memory_bytes() -> int:
@@ -91,12 +105,15 @@ def _whole_blocks(num_bytes: int, layout: KVLayout) -> int:
 
 
 class KVCache:
-    """`tensor` has shape [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_size] (see KVLayout)."""
+    """`tensor` has shape [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_size] (see KVLayout); `scales`
+    are those of its form, None where it has none. They move together.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.tensor = layout.allocate(num_blocks, device)
+        self.scales = layout.allocate_scales(num_blocks, device)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in the given order."""
@@ -104,3 +121,5 @@ class KVCache:
         for group in [[pair] for pair in pairs] if chained else [pairs]:
             source, target = torch.tensor(group, dtype=torch.int64).t().contiguous()
             ops.copy_blocks(self.tensor, source, target)
+            if self.scales is not None:
+                ops.copy_blocks(self.scales, source, target)

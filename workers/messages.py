@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -118,12 +119,12 @@ class TierStats:
 
     attached: 1 while a store serves; store_losses: how often it was lost; dirty_blocks: sealed device blocks that are
     not copied down; pressure: of STORE.md section 4, a share; saved_*, loaded_*: device blocks copied down and back;
-    fetched_bytes: NVMe to RAM; *_seconds: in copies, queue included; refused_saves: blocks the store did not take;
-    skipped_saves: waited because there was no credit; dropped_dirty: blocks dropped from the device that were nowhere
-    else; host_hit_tokens, nvme_hit_tokens: prompt tokens restored, by where they lay; lookups, late_lookups; restores,
-    cut_restores: ended by their deadline; lost_blocks: chosen but missing or wrong when copied; corrupt_blocks;
-    chose_load, chose_recompute: decisions; estimated_load_seconds, estimated_recompute_seconds: sums of both
-    estimates over restores, actual_load_seconds: what they took; swapped: preemptions that copied down instead of
+    fetched_bytes: NVMe to RAM; *_seconds: in copies, queue included; refused_saves: blocks that did not arrive;
+    skipped_saves: steps without credit for all that was to go; dropped_dirty: blocks dropped from the device that were
+    nowhere else; host_hit_tokens, nvme_hit_tokens: prompt tokens restored, by where they lay; lookups, late_lookups;
+    restores, cut_restores: ended by their deadline; lost_blocks: chosen but missing or wrong when copied;
+    corrupt_blocks; chose_load, chose_recompute: decisions; estimated_load_seconds, estimated_recompute_seconds: sums of
+    both estimates over restores, actual_load_seconds: what they took; swapped: preemptions that copied down instead of
     recomputing; stashed: growing blocks among them; bytes_per_second_host, bytes_per_second_nvme,
     prefill_tokens_per_second: what the estimates use now, 0 = not known yet.
     """
@@ -194,6 +195,10 @@ class StepMessage:
     step: int
     outputs: list[RequestOutput]
     stats: EngineStats
+
+
+_STATS = attrgetter(*(item.name for item in fields(EngineStats)))  # astuple copies deeply, and this is once per step
+_TIERS = attrgetter(*(item.name for item in fields(TierStats)))
 
 
 def pack_frame(message: list[Any]) -> bytes:
@@ -278,7 +283,8 @@ def step_to_wire(step: StepMessage) -> list[Any]:
         if extras:
             item.append(extras)
         outputs.append(item)
-    return ["step", step.writer_id, step.step, outputs, list(astuple(step.stats))]
+    *plain, tiers = _STATS(step.stats)
+    return ["step", step.writer_id, step.step, outputs, [*plain, _TIERS(tiers)]]
 
 
 def step_from_wire(message: list[Any]) -> StepMessage:
@@ -297,8 +303,7 @@ def step_from_wire(message: list[Any]) -> StepMessage:
             for name, value in extras.items():
                 setattr(out, name, value)
         outputs.append(out)
-    *plain, tiers = stats
-    return StepMessage(writer_id, number, outputs, EngineStats(*plain, tiers=TierStats(*tiers)))
+    return StepMessage(writer_id, number, outputs, EngineStats(*[*stats[:-1], TierStats(*stats[-1])]))
 
 
 @dataclass(frozen=True, slots=True)

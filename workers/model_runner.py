@@ -23,7 +23,7 @@ from tournant.workers.decode_graphs import DecodeGraphs
 from tournant.workers.device import Device, make_device
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.forward_input import ForwardInput, InputBuilder
-from tournant.workers.kv_cache import KVCache
+from tournant.workers.kv_cache import KVCache, kv_cache_dtype
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.models.decoder import REVISION, Decoder
 from tournant.workers.models.decoder_config import DecoderConfig
@@ -83,8 +83,9 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.device = device or make_device(config.device)
-        self.decoder_config, checkpoint = self.read_model(files)
         dtype = TORCH_DTYPES[config.dtype]
+        self._kv_dtype = kv_cache_dtype(config, dtype)
+        self.decoder_config, checkpoint = self.read_model(files)
         packed = not config.deterministic and self.device.kind == "cpu" and can_pack(dtype)
         native = self._multiplies_quantized(checkpoint)
         self.decoder = Decoder(
@@ -110,7 +111,7 @@ class ModelRunner:
             ),
             layout_id=self.layout.layout_id,
         )
-        self.long_layout_id = self.decoder.layout(self.layout.block_tokens, long=True).layout_id
+        self.long_layout_id = self.decoder.layout(self.layout.block_tokens, self._kv_dtype, long=True).layout_id
 
     def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Checkpoint]:
         """What is in the folder. A subclass may make a model up."""
@@ -132,7 +133,7 @@ class ModelRunner:
         """Everything beside the weights: inputs, sampler, pool, and what must have run once."""
         config, decoder = self.config, self.decoder_config
         try:
-            self.layout = self.decoder.layout(config.block_tokens or self.device.block_tokens)
+            self.layout = self.decoder.layout(config.block_tokens or self.device.block_tokens, self._kv_dtype)
         except ValueError as error:
             raise ModelFormatError(f"config.json describes a model that has no KV layout here: {error}") from error
         max_blocks = -(-decoder.max_model_len // self.layout.block_tokens)
@@ -193,7 +194,7 @@ class ModelRunner:
         step = self.inputs.build(batch)
         hidden = None if self.graphs is None else self.graphs.run(step)
         if hidden is None:
-            hidden = self.decoder.forward(step, self.cache.tensor)
+            hidden = self.decoder.forward(step, self.cache.tensor, kv_scales=self.cache.scales)
         prompts = {
             entry: self._prompt_logprobs(batch, hidden, entry, num_top, following)
             for entry, num_top, following in batch.prompt_logprobs
@@ -260,7 +261,7 @@ class ModelRunner:
         """Row i as a sequence of one token through layer 0 and the head, padded as `run` does."""
         count, tokens = len(hidden), self.layout.block_tokens
         layout = KVLayout(1, self.layout.num_kv_heads, tokens, self.layout.head_size, self.layout.dtype)
-        kv_cache = layout.allocate(count, self.device.torch_device)
+        cache = KVCache(layout, count, self.device.torch_device)
         builder = InputBuilder(layout, self.decoder_config.num_heads, count, 1, self.device, deterministic=True)
         batch = Batch(
             step=0,
@@ -276,5 +277,5 @@ class ModelRunner:
         rows = len(step.input_ids)
         padded = torch.zeros(rows, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
         padded[:count] = hidden
-        out = self.decoder.layer(0, padded, padded.clone(), step, kv_cache, cache_layer=0)
+        out = self.decoder.layer(0, padded, padded.clone(), step, cache.tensor, cache_layer=0, kv_scales=cache.scales)
         return out[:count], self._sampling_logits(out, step)

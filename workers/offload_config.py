@@ -87,7 +87,7 @@ class OffloadConfig:
             "num_copiers": (1, 16),
             "lookup_ms": (1, 60_000),
             "restore_ms": (1, 600_000),
-            "prefetch_requests": (0, 4096),
+            "prefetch_requests": (0, 48),
             "lower_kv_dtype_from": (0, 1 << 24),
             "host_bytes_per_s": (0, 1 << 44),
         }

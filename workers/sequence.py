@@ -5,7 +5,7 @@ Owns the state of a sequence and the arithmetic over it. Does not decide anythin
 Invariants (checked by `validate`):
  1. 0 <= num_computed <= num_scheduled <= num_tokens.
  2. `token_ids` holds every known token; `num_pending` more are being sampled by batches in flight.
- 3. A sequence that is not RUNNING and has no batch in flight holds neither blocks nor a row.
+ 3. A sequence that is neither RUNNING nor RESTORING and has no batch in flight holds neither blocks nor a row.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from tournant.workers.sampling_params import SamplingParams
 
 
 class SequenceState(enum.Enum):
-    """WAITING covers both new and preempted sequences: both are prefilled from the tokens they have."""
+    """WAITING covers both new and preempted sequences: both are prefilled from the tokens they have. RESTORING: it
+    holds a row and blocks, and blocks for it are on their way from a lower tier.
+    """
 
     WAITING = "waiting"
+    RESTORING = "restoring"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -45,7 +48,8 @@ class Sequence:
     happened; rope_offset: added to positions to find their rows in the RoPE tables; num_scheduled: tokens whose KV is
     computed or being computed by batches in flight; row: place in the runner's per-sequence tables, -1 without one;
     epoch: grows at each preemption, so that a batch in flight can tell that the blocks it wrote are gone;
-    fork_of: the first answer of the same request, whose prompt blocks this one may share.
+    fork_of: the first answer of the same request, whose prompt blocks this one may share; cached_by_tier: prompt tokens
+    of `cached_tokens` by where they were found (device, host, NVMe).
     """
 
     request: EngineRequest
@@ -73,6 +77,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     finish_reason: str | None = None
     cached_tokens: int | None = None
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     first_scheduled_time: float | None = None
     reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -152,6 +157,7 @@ class Sequence:
             raise InvariantViolation(f"sequence {self.arrival}: {self.num_scheduled} tokens exceed its blocks")
         if self.num_sealed * block_tokens > self.num_computed:
             raise InvariantViolation(f"sequence {self.arrival}: {self.num_sealed} sealed blocks are not all computed")
-        idle = self.state is not SequenceState.RUNNING and self.num_in_flight == 0
+        holds = self.state in (SequenceState.RUNNING, SequenceState.RESTORING)
+        idle = not holds and self.num_in_flight == 0
         if idle and (self.block_table or self.row >= 0):
             raise InvariantViolation(f"sequence {self.arrival} is {self.state.value} but holds blocks or a row")

@@ -190,8 +190,8 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The store answered a save. refused: indexes of entries it did not take; num_lent: slots lent anew, refused ones
-    included. `ok` is False when the store was lost, or the save failed: nothing of it counts as saved.
+    """The store answered a save. refused: indexes of entries it did not take, or that could not be copied; num_lent:
+    slots lent anew, theirs included. `ok` is False when the store was lost: nothing of it counts as saved.
     """
 
     save: int

@@ -15,6 +15,8 @@
 #define AHEAD_LEVEL 2 /* into the second-level cache: the first is busy with the scratch of a piece */
 #define TILE_ROWS 96  /* query rows (tokens x heads of one KV head) that share a prepared piece */
 #define MAX_HEAD 256
+#define MIN_BLOCK_TOKENS 8
+#define MAX_BLOCK_TOKENS 256
 #define LOG2E 1.44269504f
 #define PARTIAL_EXTRA 16 /* floats after the sums of a partial row: maximum, total */
 
@@ -44,7 +46,9 @@ struct layer {
     const void *q, *kv; /* kv: K of this layer, block 0 */
     void *out;
     float *lse;                                                /* [rows][num_heads] or null */
+    const float *scales;                                       /* of e4m3: K of this layer, block 0; else null */
     int64_t q_stride, out_stride, block_stride, value_offset; /* elements */
+    int64_t scale_stride, form;
     int64_t window;                                            /* keys a row sees, itself included; 0: all before it */
     float scale, softcap;                                      /* softcap 0: none */
     int64_t num_threads;
@@ -115,6 +119,12 @@ INLINE vf vtanh(vf x) {
 static void cap_scores(float *scores, int groups, float scale, float softcap) {
     for (int g = 0; g < groups; g++)
         store_fp32(scores + g * LANES, vtanh(load_fp32(scores + g * LANES) * splat(scale / softcap)) * splat(softcap));
+}
+
+/* Scores (in place) times the scales of their keys. */
+static void scale_scores(float *scores, int groups, const float *scales) {
+    for (int g = 0; g < groups; g++)
+        store_fp32(scores + g * LANES, load_fp32(scores + g * LANES) * load_fp32(scales + g * LANES));
 }
 
 /* Adds a piece (sums, maximum, total of one row) to a row's running state; total 0 means nothing yet, or nothing to

@@ -7,6 +7,9 @@
 #include "attention.h"
 #include "quantized.h"
 
+#define LARGEST_fp32 3.40282347e38f /* that a type holds */
+#define LARGEST_fp16 65504.0f
+#define LARGEST_bf16 3.38953139e38f
 #define PARALLEL_ELEMENTS 32768 /* below this a second thread costs more than it saves */
 
 struct store { /* arguments of store_kv; every field 8 bytes; strides in elements */
@@ -17,9 +20,10 @@ struct store { /* arguments of store_kv; every field 8 bytes; strides in element
     const int64_t *positions; /* or NULL: short_positions */
     const int32_t *short_positions;
     const int64_t *slots;
-    int64_t q_stride, k_stride, v_stride, block_stride, value_offset;
+    float *scales; /* of e4m3: K of the layer, block 0; else NULL */
+    int64_t q_stride, k_stride, v_stride, block_stride, value_offset, scale_stride;
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_tokens, rotary_dim, max_positions, num_slots;
-    int64_t num_threads;
+    int64_t form, num_threads;
 };
 
 struct layer_weights { /* of one decoder layer; every field 8 bytes */
@@ -37,11 +41,22 @@ struct step { /* arguments of decoder_layers; every field 8 bytes; strides in el
     const int64_t *positions;
     const int32_t *short_positions;
     const int64_t *slots;
+    float *scales; /* of e4m3: K of layer 0, block 0; else NULL */
     int64_t rows, num_tokens, hidden_size, inner_size, num_heads, num_kv_heads, head_size;
-    int64_t block_tokens, num_slots, block_stride, layer_stride, value_offset, gelu, num_threads;
+    int64_t block_tokens, num_slots, block_stride, layer_stride, value_offset, scale_stride, form, gelu, num_threads;
     double eps;
     float scale, softcap;
 };
+
+/* The least power of two s with largest <= 448 s, 448 = 1.75 * 2^8; at least 2^-60. */
+INLINE float e4m3_scale(float largest) {
+    int32_t bits;
+    memcpy(&bits, &largest, sizeof bits);
+    bits = ((bits + 0x1fffff) >> 23) - 8;
+    bits = (bits > 67 ? bits : 67) << 23;
+    memcpy(&largest, &bits, sizeof bits);
+    return largest;
+}
 
 /* First row with a slot or position out of range, or -1. Padding rows (slot -1) are not looked at further. */
 int64_t first_bad_row(const struct store *s) {

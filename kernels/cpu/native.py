@@ -23,12 +23,13 @@ from tournant.kernels.reference import row_error
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _PLAN = struct.Struct("6P9q")  # struct plan
-_LAYER = struct.Struct("4P5qffq")  # struct layer
-_STORE = struct.Struct("8P14q")  # struct store
+_LAYER = struct.Struct("5P7qffq")  # struct layer
+_STORE = struct.Struct("9P16q")  # struct store
 _MATRIX = struct.Struct("2P3q")  # struct matrix
 _PRODUCT = struct.Struct("2P6q")  # struct product
 _WEIGHTS = struct.Struct("7P5q")  # struct layer_weights
-_STEP = struct.Struct("10P14qdff")  # struct step
+_STEP = struct.Struct("11P16qdff")  # struct step
+_FORMS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # enum form; 0: the type of the activations
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum type
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
 _UNIT_BYTES = _SPLIT_BYTES = 32
@@ -71,6 +72,8 @@ class NativeKernels:
             dtype: function(f"decoder_layers_{suffix}", _Q, _P, _P, _Q, ctypes.c_char_p)
             for dtype, suffix in SUFFIXES.items()
         }
+        self._encode_blocks = functions("encode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
+        self._decode_blocks = functions("decode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
         self._copy_blocks = function("copy_blocks", None, _P, _P, _P, _Q, _Q, _I)
 
     def rms_norm(
@@ -108,9 +111,16 @@ class NativeKernels:
         return out
 
     def store_kv(
-        self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
-        self._store(None, k, v, None, None, kv_cache, layer, slot_mapping)
+        self._store(None, k, v, None, None, kv_cache, layer, slot_mapping, kv_scales)
 
     def rope_store_kv(
         self,
@@ -122,8 +132,10 @@ class NativeKernels:
         kv_cache: torch.Tensor,
         layer: int,
         slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
-        self._store(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping)
+        self._store(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping, kv_scales)
 
     def _store(
         self,
@@ -135,9 +147,11 @@ class NativeKernels:
         kv_cache: torch.Tensor,
         layer: int,
         slot_mapping: torch.Tensor,
+        kv_scales: torch.Tensor | None,
     ) -> None:
         num_blocks, _, _, kv_heads, block_tokens, head_size = kv_cache.shape
         block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        scales, scale_stride = _scales(kv_scales, layer)
         short = positions is not None and positions.dtype == torch.int32
         where = 0 if positions is None else positions.data_ptr()
         packed = _STORE.pack(
@@ -149,11 +163,13 @@ class NativeKernels:
             0 if short else where,
             where if short else 0,
             slot_mapping.data_ptr(),
+            scales,
             0 if q is None else q.stride(0),
             k.stride(0),
             v.stride(0),
             block_stride,
             value_offset,
+            scale_stride,
             k.shape[0],
             0 if q is None else q.shape[1],
             kv_heads,
@@ -162,6 +178,7 @@ class NativeKernels:
             0 if cos_sin is None else cos_sin.shape[1],
             0 if cos_sin is None else cos_sin.shape[0],
             num_blocks * block_tokens,
+            _FORMS.get(kv_cache.dtype, 0),
             torch.get_num_threads(),
         )
         bad = self._first_bad_row(packed)
@@ -173,6 +190,26 @@ class NativeKernels:
         block_bytes = kv_cache.stride(0) * kv_cache.itemsize
         self._copy_blocks(
             kv_cache.data_ptr(), src.data_ptr(), dst.data_ptr(), len(src), block_bytes, torch.get_num_threads()
+        )
+
+    def encode_blocks(self, pool: torch.Tensor, ids: torch.Tensor, images: torch.Tensor, dtype: torch.dtype) -> None:
+        """In this thread alone: several may do it at once, each with blocks of its own."""
+        self._encode_blocks[pool.dtype](
+            pool.data_ptr(),
+            ids.data_ptr(),
+            images.data_ptr(),
+            *_panels(pool, ids, images),
+            dtype == torch.float8_e4m3fn,
+        )
+
+    def decode_blocks(self, images: torch.Tensor, dtype: torch.dtype, ids: torch.Tensor, pool: torch.Tensor) -> None:
+        """As `encode_blocks`."""
+        self._decode_blocks[pool.dtype](
+            images.data_ptr(),
+            ids.data_ptr(),
+            pool.data_ptr(),
+            *_panels(pool, ids, images),
+            dtype == torch.float8_e4m3fn,
         )
 
     def prepare(self, plan: AttentionPlan) -> NativePlan:
@@ -208,6 +245,8 @@ class NativeKernels:
         window: int = 0,
         softcap: float = 0.0,
         lse: torch.Tensor | None = None,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         native = plan.native
         if native is None:
@@ -215,15 +254,19 @@ class NativeKernels:
         if len(out) > plan.num_tokens:
             out[plan.num_tokens :].zero_()
         block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        scales, scale_stride = _scales(kv_scales, layer)
         packed = _LAYER.pack(
             q.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.itemsize,
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
+            scales,
             q.stride(0),
             out.stride(0),
             block_stride,
             value_offset,
+            scale_stride,
+            _FORMS.get(kv_cache.dtype, 0),
             window,
             scale,
             softcap,
@@ -253,6 +296,8 @@ class NativeKernels:
         plan: AttentionPlan,
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         if layers.native is None:
             layers.native = ctypes.create_string_buffer(
@@ -264,6 +309,7 @@ class NativeKernels:
         widths = (layers.qkv_heads * size, layers.num_heads * size, 2 * inner, inner)
         scratch = [torch.empty((rows, width), dtype=hidden.dtype) for width in widths]
         block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
+        scales, scale_stride = _scales(kv_scales, 0)
         short = positions.dtype == torch.int32
         step = _STEP.pack(
             hidden.data_ptr(),
@@ -273,6 +319,7 @@ class NativeKernels:
             0 if short else positions.data_ptr(),
             positions.data_ptr() if short else 0,
             slot_mapping.data_ptr(),
+            scales,
             rows,
             plan.num_tokens,
             layers.hidden_size,
@@ -285,6 +332,8 @@ class NativeKernels:
             block_stride,
             layer_stride,
             value_offset,
+            scale_stride,
+            _FORMS.get(kv_cache.dtype, 0),
             layers.gelu,
             torch.get_num_threads(),
             layers.eps,
@@ -296,6 +345,20 @@ class NativeKernels:
         if bad >= 0:
             table = next((part.cos_sin for part in layers.parts if part.cos_sin is not None), None)
             raise row_error(bad, slot_mapping, kv_cache, positions if table is not None else None, table)
+
+
+def _panels(pool: torch.Tensor, ids: torch.Tensor, images: torch.Tensor) -> tuple[int, int, int, int]:
+    """Number of blocks, bytes from image to image, panels of a block, elements of a panel."""
+    layers, kinds, heads, tokens, size = pool.shape[1:]
+    return len(ids), images.stride(0), layers * kinds * heads, tokens * size
+
+
+def _scales(kv_scales: torch.Tensor | None, layer: int) -> tuple[int, int]:
+    """Address of a layer's scales in block 0, and from block to block; zeros where there are none."""
+    if kv_scales is None:
+        return 0, 0
+    block_stride, layer_stride = kv_scales.stride()[:2]
+    return kv_scales.data_ptr() + layer * layer_stride * kv_scales.itemsize, block_stride
 
 
 def _packed(matrix: QuantizedMatrix) -> ctypes.Array[ctypes.c_char]:

@@ -1,14 +1,32 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields, replace
 
 import pytest
 
-from tournant.cluster.metrics import SPECS, MetricKind, MetricsRegistry, PrometheusBackend, RequestRecord
+from tournant.cluster.metrics import (
+    HITS_BY_TIER,
+    SPECS,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+    MetricKind,
+    MetricsRegistry,
+    PrometheusBackend,
+    RequestRecord,
+)
 from tournant.cluster.ray_metrics import RayBackend
-from tournant.workers.messages import EngineStats
+from tournant.workers.messages import EngineStats, TierStats
 
 RECORD = RequestRecord(("stop", "length"), 10, 5, e2e_s=2.0, ttft_s=0.5, tpot_s=0.375, queue_s=0.1, decode_s=1.5)
+
+WITH_TIERS = EngineStats(
+    num_steps=1,
+    kv_total=1,
+    prefix_query_tokens=100,
+    prefix_hit_tokens=70,
+    tiers=TierStats(attached=1, host_hit_tokens=30, nvme_hit_tokens=15, saved_bytes=7, pressure=0.5),
+)
 
 
 @pytest.fixture
@@ -41,7 +59,7 @@ def test_names_are_ones_that_every_back_end_takes() -> None:
 
 
 def test_prometheus_shows_the_names_as_they_are(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
-    registry.record_engine(EngineStats(), True, 0)
+    registry.record_engine(WITH_TIERS, True, 0)
     registry.record_request(RECORD)
     registry.record_http("/health", 200)
     shown = {name.split("{")[0] for name in values(backend)}
@@ -58,6 +76,41 @@ def test_engine_counters_are_added_up_over_restarts(backend: PrometheusBackend, 
         registry.record_engine(EngineStats(num_steps=steps, generation_tokens=tokens), True, 0)
     assert values(backend)["vllm_generation_tokens_total"] == 137
     assert values(backend)["tournant_engine_steps_total"] == 17
+
+
+def test_every_field_of_the_tiers_is_recorded() -> None:
+    assert {field.name for field in fields(TierStats)} == {*TIER_COUNTERS, *TIER_GAUGES, *HITS_BY_TIER.values()}
+
+
+def test_hits_are_told_by_tier_and_as_rays_dashboard_reads_them(
+    backend: PrometheusBackend, registry: MetricsRegistry
+) -> None:
+    registry.record_engine(WITH_TIERS, True, 0)
+    registry.record_engine(WITH_TIERS, True, 0)
+    later = replace(WITH_TIERS, num_steps=2, prefix_query_tokens=200, prefix_hit_tokens=170)
+    registry.record_engine(later, True, 0)
+    shown = values(backend)
+    hits = {tier: shown[f'tournant_prefix_hit_tokens_total{{tier="{tier}"}}'] for tier in ("device", "host", "nvme")}
+    assert hits == {"device": 125, "host": 30, "nvme": 15}
+    assert shown["vllm_external_prefix_cache_hits_total"] == 45
+    assert shown["vllm_external_prefix_cache_queries_total"] == 75  # of 200 tokens, 125 lay on the device
+    assert shown["vllm_kv_offload_store_bytes_total"] == 7
+    assert (shown["tournant_store_attached"], shown["tournant_pressure"]) == (1, 0.5)
+
+
+def test_counters_of_the_tiers_go_on_over_a_restart_of_the_engine(
+    backend: PrometheusBackend, registry: MetricsRegistry
+) -> None:
+    for steps, saved in ((5, 10), (9, 14), (1, 3)):
+        registry.record_engine(EngineStats(num_steps=steps, tiers=TierStats(saved_blocks=saved)), True, 0)
+    assert values(backend)["tournant_saved_blocks_total"] == 17
+
+
+def test_without_a_store_nothing_counts_as_asked_below(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    registry.record_engine(EngineStats(num_steps=1, prefix_query_tokens=100, prefix_hit_tokens=20), True, 0)
+    shown = values(backend)
+    assert shown["vllm_external_prefix_cache_queries_total"] == 0
+    assert shown['tournant_prefix_hit_tokens_total{tier="device"}'] == 20
 
 
 def test_gauges_are_the_latest_values(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
@@ -83,7 +136,7 @@ def test_a_request_is_counted_by_answer_and_timed_once(backend: PrometheusBacken
 
 def test_rays_back_end_takes_every_metric(recwarn: pytest.WarningsRecorder) -> None:
     registry = MetricsRegistry("m", RayBackend())
-    registry.record_engine(EngineStats(num_steps=1, kv_total=1), True, 0)
+    registry.record_engine(WITH_TIERS, True, 0)
     registry.record_request(RECORD)
     registry.record_http("/health", 200)
     assert [str(warning.message) for warning in recwarn if "etric" in str(warning.message)] == []

@@ -58,6 +58,7 @@ class FakeEngineClient:
     auto: bool = False
     per_step: int = 1
     cached_tokens: int = 0
+    cached_by_tier: tuple[int, int, int] | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     last_step_time: float = 0.0
     alive: bool = True
@@ -158,6 +159,7 @@ class FakeEngineClient:
             output.logprobs = [self._logprobs(token, params.logprobs) for token in tokens]
         if first:
             output.cached_tokens, output.queue_ms, output.prefill_ms = self.cached_tokens, 1.0, 2.0
+            output.cached_by_tier = self.cached_by_tier
             if params.prompt_logprobs is not None and answer.index == 0:
                 top = params.prompt_logprobs
                 output.prompt_logprobs = [None, *(self._logprobs(t, top) for t in answer.request.token_ids[1:])]

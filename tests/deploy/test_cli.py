@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tournant.deploy import cli
 from tournant.deploy.config import ENGINE_KEYS, ServiceConfig, parse_config
+from tournant.deploy.kv_store_config import KV_STORE_KEYS
 from tournant.workers.config import EngineConfig
 
 
@@ -21,7 +22,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = set(inspect.signature(cli.serve).parameters) - {"config"}
-    assert flags == set(ServiceConfig.model_fields) - {"engine"} | ENGINE_KEYS
+    assert flags == set(ServiceConfig.model_fields) - {"engine", "kv_store"} | ENGINE_KEYS | KV_STORE_KEYS
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,17 @@ def test_version() -> None:
         ),
         (["--kv-cache-bytes", "lots"], ["error: engine.kv_cache_bytes is 'lots'; write 1073741824, 512MiB or 1.5GiB"]),
         (["--ingress", "resilient"], ["error: ingress is 'resilient', which is not available yet; use 'direct'"]),
+        (
+            ["--host-bytes", "4EiB"],
+            ["error: kv_store.host_bytes is '4EiB'; write 1073741824, 512MiB or 1.5GiB"],
+        ),
+        (
+            ["--nvme-bytes", "1GiB", "--nvme-folder", "kv", "--host-bytes", "0"],
+            [
+                "error: kv_store.nvme_bytes is set; it needs kv_store.host_bytes above 0, through which every block "
+                "passes"
+            ],
+        ),
         (["--config", "/no/such.yaml"], ["error: /no/such.yaml cannot be read: No such file or directory"]),
     ],
 )
@@ -133,6 +145,43 @@ def test_flags_go_before_the_file_and_paths_become_absolute(tmp_path: Path, monk
             "advanced": {"num_threads": 1},
         }
     )
+
+
+def test_flags_of_the_store_go_to_their_section_and_the_folder_becomes_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = {"host_bytes": "1GiB", "nvme_bytes": "4GiB", "nvme_folder": "kv", "kv_cache_dtype": "fp8_e4m3"}
+    config = cli.make_plan(None, flags).config
+    assert config.to_args() == {
+        "engine": {"kv_cache_dtype": "fp8_e4m3"},
+        "kv_store": {"host_bytes": 1 << 30, "nvme_bytes": 4 << 30, "nvme_folder": str(tmp_path / "kv")},
+    }
+
+
+def test_more_memory_than_there_is_is_refused_before_anything_starts() -> None:
+    code, output = run("serve", "--host-bytes", "900TiB")
+    assert code == 2
+    assert output.startswith(f"error: kv_store.host_bytes is {900 << 40}; it must be at most ")
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (None, ""),
+        ({"host_pages": 256}, "KV store: 1.0 MiB of RAM (tournant kv status)\n"),
+        ({"error": "it is gone"}, "KV store: it is gone\n"),
+    ],
+)
+def test_the_store_has_a_line(capsys: pytest.CaptureFixture[str], facts: dict[str, object] | None, line: str) -> None:
+    cli._show_store(facts, None)
+    assert capsys.readouterr().out == line
+
+
+def test_the_line_of_a_warm_start_tells_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"nvme_cap_bytes": 2 << 30, "adopted": 1234, "refused_records": 5, "corrupt_records": 6}
+    cli._show_store({"host_pages": 256, **found}, "/kv")
+    assert "up to 2.0 GiB in /kv: adopted 1,234, refused 5, corrupt 6" in capsys.readouterr().out
 
 
 def test_a_hub_id_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,12 @@ from tournant.deploy.config import (
     load_config_file,
     parse_config,
 )
+from tournant.deploy.kv_store_config import KV_STORE_KEYS
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 
-LOCAL_YAML = Path(__file__).resolve().parents[2] / "deploy/configs/local.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "deploy/configs"
+LOCAL_YAML, TIERS_YAML = CONFIGS / "local.yaml", CONFIGS / "tiers.yaml"
 FULL: dict[str, Any] = {
     "model": "/models/x",
     "served_model_name": "x",
@@ -33,8 +35,9 @@ FULL: dict[str, Any] = {
     "max_body_bytes": 4096,
     "log_level": "warning",
     "cache_dir": "/cache",
-    "engine": {"dtype": "float32", "max_num_seqs": 3, "enable_prefix_caching": False, "kv_cache_bytes": 1 << 20},
-    "advanced": {"block_tokens": 32, "num_threads": 1},
+    "engine": {"dtype": "float32", "max_num_seqs": 3, "deterministic": True, "kv_cache_bytes": 1 << 20},
+    "kv_store": {"host_bytes": 1 << 30, "nvme_bytes": 4 << 30, "nvme_folder": "/nvme"},
+    "advanced": {"block_tokens": 32, "num_threads": 1, "restore": "never", "nvme_persist": False},
 }
 
 
@@ -101,6 +104,8 @@ def test_a_configuration_survives_the_way_to_the_replica() -> None:
     config = parse_config(FULL)
     assert config.to_args() == FULL
     assert parse_config(config.to_args()) == config
+    none = {"kv_store": {"host_bytes": 0}}
+    assert parse_config(none).to_args() == none  # no store, not the default size
     assert ServiceConfig().to_args() == {}
     plan = ServeFile(config=config, deployment_options={"max_queued_requests": 3})
     assert ServeFile.model_validate_json(plan.model_dump_json()) == plan
@@ -109,7 +114,7 @@ def test_a_configuration_survives_the_way_to_the_replica() -> None:
 def test_every_engine_field_belongs_to_one_section_and_the_first_page_stays_short() -> None:
     assert {field.name for field in fields(EngineConfig)} == ENGINE_KEYS | ADVANCED_KEYS
     assert not ENGINE_KEYS & ADVANCED_KEYS
-    assert len(ServiceConfig.model_fields) - 1 + len(ENGINE_KEYS) <= 25
+    assert len(ServiceConfig.model_fields) - 2 + len(ENGINE_KEYS) + len(KV_STORE_KEYS) <= 25
 
 
 @pytest.mark.parametrize(
@@ -138,11 +143,20 @@ def test_known_keys_are_those_of_serve() -> None:
     assert set(schema.ServeApplicationSchema.model_fields) == module.APPLICATION_KEYS
     assert set(schema.DeploymentSchema.model_fields) == module.DEPLOYMENT_KEYS
     assert set(inspect.signature(serve.deployment).parameters) >= module.DEPLOYMENT_KEYS
-    schema.ServeDeploySchema.model_validate(yaml.safe_load(LOCAL_YAML.read_text()))
+    for path in CONFIGS.glob("*.yaml"):
+        schema.ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
 
 
 def test_the_shipped_file_holds_the_defaults() -> None:
     assert load_config_file(LOCAL_YAML) == ServeFile()
+
+
+def test_the_shipped_example_with_tiers_has_both() -> None:
+    kv_store = load_config_file(TIERS_YAML).config.kv_store
+    plan = kv_store.plan(on_gpu=False, limit_bytes=8 << 30)
+    assert plan is not None
+    assert (plan.store.host_bytes, plan.store.nvme_bytes) == (1 << 30, 4 << 30)
+    assert plan.nvme_folder == str(Path("~/.cache/tournant/kv").expanduser())
 
 
 def write(folder: Path, data: Any) -> Path:

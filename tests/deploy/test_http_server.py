@@ -15,7 +15,9 @@ from tests.helpers.tiny_model import BOS_ID
 from tournant.deploy.frontend import FrontendOptions
 from tournant.deploy.http_server import VERSION
 from tournant.deploy.tokenizer import Tokenizer
-from tournant.workers.messages import TokenLogprobs
+from tournant.workers.messages import EngineStats, TierStats, TokenLogprobs
+
+TIERS = FrontendOptions(tiers=True)
 
 
 @async_test
@@ -40,6 +42,33 @@ async def test_a_chat_answer(tokenizer: Tokenizer) -> None:
     }
     assert (body["object"], body["model"]) == ("chat.completion", "alias")
     assert body["id"] == f"chatcmpl-{call.headers['x-request-id']}"
+
+
+@async_test
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_tells_where_cached_tokens_lay_if_there_is_a_store(tokenizer: Tokenizer, path: str) -> None:
+    body = ASK if path == CHAT else {"prompt": ["hi", "ho"], "temperature": 0}
+    engine = {"cached_tokens": 48, "cached_by_tier": (16, 32, 0)}
+    prompts = 1 if path == CHAT else 2
+    whole = (await fetch(make(tokenizer, "abc", options=TIERS, **engine).app, "POST", path, body)).json["usage"]
+    by_tier = {"device": 16 * prompts, "host": 32 * prompts, "nvme": 0}
+    assert whole["prompt_tokens_details"] == {"cached_tokens": 48 * prompts, "cached_tokens_by_tier": by_tier}
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    events = (await fetch(make(tokenizer, "abc", options=TIERS, **engine).app, "POST", path, streamed)).events
+    assert events[-1]["usage"] == whole
+    without = (await fetch(make(tokenizer, "abc", **engine).app, "POST", path, body)).json["usage"]
+    assert without["prompt_tokens_details"] == {"cached_tokens": 48 * prompts}
+
+
+@async_test
+async def test_health_does_not_depend_on_the_store(tokenizer: Tokenizer) -> None:
+    """The store is away, as it is while it is started again: requests go on, so nobody is to replace the replica."""
+    stats = EngineStats(num_steps=1, tiers=TierStats(attached=0, store_losses=1))
+    server = make(tokenizer, "abc", options=TIERS, stats=stats)
+    assert (await fetch(server.app, "GET", "/health")).status == 200
+    metrics = (await fetch(server.app, "GET", "/metrics")).text
+    assert 'tournant_store_losses_total{model_name="m"} 1.0' in metrics
+    assert 'tournant_store_attached{model_name="m"} 0.0' in metrics
 
 
 @async_test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.kvstore.store_harness import SLOT, Store, keys, read, write, writer
+from tournant.cluster.node_store import StoreKeeper, StorePlan
+from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.cli import app
+from tournant.kvstore.config import StoreConfig
 from tournant.kvstore.nvme_tier import NvmeConfig
 
 
@@ -35,6 +39,38 @@ def test_status(running: Store) -> None:
     assert facts["host_visible_bytes"] == str(5 * SLOT)
     assert facts["host_bytes"] == str(4 << 20)
     assert (facts["blocks"], facts["clients"], facts["reported"], facts["written"]) == ("5", "1", "5", "5")
+    assert (facts["host_hits"], facts["nvme_hits"], facts["max_reads"]) == ("0", "0", "64")
+
+
+def test_status_finds_the_stores_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tournant.cluster.run_folder.temporary_folder", lambda: tmp_path)
+    monkeypatch.setattr("tournant.deploy.kv_cli.temporary_folder", lambda: tmp_path)
+    nothing = kv("status")
+    assert (nothing.exit_code, nothing.output) == (
+        1,
+        f"error: no store of this user runs below {tmp_path}; name the --socket of one\n",
+    )
+    folders = [RunFolder(tmp_path) for _ in range(2)]
+    stores = [StoreKeeper(StorePlan(StoreConfig(1 << 20)), folder.path / "kv") for folder in folders]
+    sockets = sorted(str(store.wait_ready()) for store in stores)
+    found = kv("status")
+    assert found.exit_code == 0
+    assert sorted(line.split()[1] for line in found.output.splitlines() if line.startswith("socket ")) == sockets
+    for store in stores:
+        store.stop()
+    dead = folders[0].path / "kv" / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(dead))
+    gone = kv("status")
+    assert gone.exit_code == 1
+    assert f"these do not answer: {dead}" in gone.output
+    for folder in folders:
+        folder.remove()
+
+
+def test_status_shows_hits_per_tier(running: Store) -> None:
+    facts = dict(line.split() for line in kv("status", "--socket", running.socket).output.splitlines())
+    assert {"host_hits", "nvme_hits"} <= facts.keys()
 
 
 def test_ls(running: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.reference import reference_generate
+from tournant.cluster.run_folder import store_sockets
 from tournant.deploy.errors import PromptTooLong, RequestError
 from tournant.deploy.llm import LLM
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
@@ -70,9 +72,33 @@ def test_a_bad_prompt_is_an_error_and_the_next_call_works(llm: LLM) -> None:
     assert len(llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
 
 
+def test_a_store_comes_and_goes_with_the_llm(tiny_model: Path, tmp_path: Path) -> None:
+    options = {"host_bytes": "4MiB", "nvme_bytes": "8MiB", "nvme_folder": tmp_path / "kv", "segment_bytes": "1MiB"}
+    with LLM(str(tiny_model), cache_dir=str(tmp_path), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+        (socket,) = [path for path in store_sockets() if _owner(path) == os.getpid()]
+        outputs = llm.generate("abc", GREEDY, use_tqdm=False)
+        assert outputs[0].cached_by_tier == (0, 0, 0)
+    assert not socket.parent.parent.exists()
+    assert (tmp_path / "kv" / "lock").exists()
+
+
+def _owner(socket: Path) -> int:
+    """Parent of the process that listens at a node store's socket."""
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue  # it ended meanwhile
+        if str(socket).encode() in line.split(b"\0"):
+            return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"host_bytes": "1KiB"}, ConfigError, "kv_store.host_bytes is 1024; it must be a multiple of 4096"),
+        ({"host_bytes": "900TiB"}, ConfigError, "kv_store.host_bytes is .*; it must be at most"),
         ({"max_num_seq": 3}, ConfigError, "unknown key engine.max_num_seq; did you mean engine.max_num_seqs?"),
         ({"block_tokens": 5}, ConfigError, "advanced.block_tokens is 5"),
         ({"model": "/no/such/model"}, ModelFormatError, "/no/such/model"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tournant.deploy.supervisor import RunFolder, check_port
+from tournant.cluster.run_folder import RunFolder
+from tournant.deploy.supervisor import check_port
 from tournant.workers.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def test_only_folders_of_the_dead_are_swept(tmp_path: Path) -> None:
     living = RunFolder(tmp_path)
     prefix = f"tournant-{os.getuid()}-"
     code = (
-        "import os, signal, sys; from pathlib import Path; from tournant.deploy.supervisor import RunFolder\n"
+        "import os, signal, sys; from pathlib import Path; from tournant.cluster.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); (folder.path / 'log').write_text('x'); print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -48,6 +49,22 @@ def test_only_folders_of_the_dead_are_swept(tmp_path: Path) -> None:
     assert all(path.exists() for path in (living.path, third.path, new_staging, link, *others))
     living.remove()
     third.remove()
+
+
+def test_a_named_folder_is_gone_on_with_once_its_owner_has_ended(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, "00c0ffee")
+    (first.path / "kept").write_text("x")
+    with pytest.raises(BlockingIOError):
+        RunFolder(tmp_path, "00c0ffee")
+    os.close(first._lock)  # as the kernel does when the process has ended
+    second = RunFolder(tmp_path, "00c0ffee")
+    assert second.path == first.path
+    assert (second.path / "kept").exists()
+    other = RunFolder(tmp_path)
+    assert second.path.exists()
+    other.remove()
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_descendant_ends_also_one_that_left_its_parent_and_session() -> None:

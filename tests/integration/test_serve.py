@@ -24,6 +24,7 @@ from ray.serve.schema import ApplicationStatus
 
 from tournant.deploy.errors import GenerationFailed, RequestError
 from tournant.deploy.supervisor import descendants
+from tournant.kvstore import nvme_folder
 from tournant.workers.errors import EngineDeadError
 
 pytestmark = [
@@ -61,6 +62,67 @@ def handle() -> Any:
 def leftovers(tmp: Path) -> list[str]:
     """Run folders and shared memory that a `tournant serve` could have left."""
     return [str(path) for path in (*tmp.glob("tournant-*"), *Path("/dev/shm").glob("*"), *Path("/tmp").glob("ray"))]
+
+
+def start_with_tiers(model: Path, tmp_path: Path, run_folders: Path, port: int) -> subprocess.Popen[str]:
+    """`tournant serve` with a node store in RAM and on disk, which is kept between starts."""
+    command: list[Any] = [BIN / "tournant", "serve", model, "--port", port, "--served-model-name", "M"]
+    command += ["--dtype", "float32", "--cache-dir", tmp_path / "cache", "--kv-cache-bytes", "4MiB"]
+    command += ["--host-bytes", "16MiB", "--nvme-bytes", "256MiB", "--nvme-folder", tmp_path / "kv"]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(run_folders)},
+    )
+
+
+def kv_status(run_folders: Path) -> dict[str, str]:
+    """What `tournant kv status` finds by itself."""
+    found = subprocess.run(
+        [BIN / "tournant", "kv", "status"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(run_folders)},
+    )
+    return dict(line.split(maxsplit=1) for line in found.stdout.splitlines())
+
+
+def test_blocks_outlive_tournant_serve(tiny_model: Path, tmp_path: Path) -> None:
+    """However it ends: engines first, then the store writes to disk what it has, and the next start finds it."""
+    port = free_port()
+    run_folders = Path("/tmp", f"t{os.getpid()}")
+    run_folders.mkdir()
+    before = set(leftovers(run_folders))
+    on_disk = [0]
+    for number, prompt in ((signal.SIGINT, "first " * 20), (signal.SIGTERM, "second " * 20)):
+        process = start_with_tiers(tiny_model, tmp_path, run_folders, port)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("Ready"), process.communicate()
+            line = process.stdout.readline()
+            assert line.startswith(f"KV store: 16.0 MiB of RAM, up to 256.0 MiB in {tmp_path / 'kv'}: adopted ")
+            assert line.endswith(f"adopted {on_disk[-1]}, refused 0, corrupt 0 (tournant kv status)\n")
+            facts = kv_status(run_folders)
+            assert Path(facts["socket"]).is_relative_to(run_folders)
+            assert facts["adopted"] == str(on_disk[-1])
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+            client.completions.create(model="M", prompt=prompt, max_tokens=1)
+            below = descendants(process.pid)
+        finally:
+            process.send_signal(number)
+            errors = process.communicate(timeout=60)[1]
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert "writing KV blocks to " in errors
+        assert not [pid for pid in below if Path("/proc", str(pid)).exists()]
+        assert set(leftovers(run_folders)) <= before
+        on_disk.append(nvme_folder.verify(tmp_path / "kv").adopted)
+        assert on_disk[-1] > on_disk[-2]
+    run_folders.rmdir()
 
 
 def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -129,20 +191,21 @@ def wait_until_running() -> None:
 
 @pytest.fixture(scope="module")
 def deployed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A Ray of this test's own, and on it the service by `serve deploy` with a Serve file; its HTTP port."""
+    """A Ray of this test's own, and on it the service by `serve deploy` with the shipped file with tiers, made small;
+    its HTTP port.
+    """
     folder = Path("/tmp", f"r{os.getpid()}")
     folder.mkdir()
     port, dashboard = free_port(), free_port()
     path = tmp_path_factory.mktemp("deploy") / "service.yaml"
-    args = {
-        "model": str(tiny_model),
-        "served_model_name": "M",
-        "cache_dir": str(path.parent / "cache"),
-        "engine": {"dtype": "float32"},
-    }
-    application = {"name": "tournant", "import_path": "tournant.deploy.app:build_app", "args": args}
-    path.write_text(yaml.safe_dump({"http_options": {"port": port}, "applications": [application]}))
-    environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    data = yaml.safe_load((Path(__file__).parents[2] / "deploy/configs/tiers.yaml").read_text())
+    data["http_options"]["port"] = port
+    args = data["applications"][0]["args"]
+    args |= {"model": str(tiny_model), "served_model_name": "M", "cache_dir": str(path.parent / "cache")}
+    args["engine"]["dtype"] = "float32"
+    args["kv_store"] |= {"host_bytes": "64MiB", "nvme_folder": str(path.parent / "kv")}
+    path.write_text(yaml.safe_dump(data))
+    environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(folder)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -242,6 +305,32 @@ def test_leaving_a_stream_stops_the_engine(deployed: int) -> None:
         assert time.monotonic() < deadline, "one of the answers was generated to its end"
         time.sleep(0.05)
     assert count("tournant_answers_outstanding{") == 0
+
+
+def test_a_killed_node_store_comes_back_and_nobody_notices(deployed: int) -> None:
+    """Same socket, same engine; /health and requests go on meanwhile, and usage tells of tiers."""
+
+    def store() -> dict[str, Any]:
+        facts = handle().describe.remote().result(timeout_s=60)
+        return facts["kv_store"] | {"engine_pid": facts["engine_pid"]}
+
+    def healthy() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{deployed}/health", timeout=30) as response:
+            return bool(response.status == 200)
+
+    actor = ray.get_actor(f"tournant-store-{ray.get_runtime_context().get_node_id()}", namespace="tournant-tournant")
+    first, pid = store(), ray.get(actor.status.remote(), timeout=30)["pid"]
+    assert first["nvme_cap_bytes"] == 4 << 30
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    second = first
+    while second.get("incarnation", first["incarnation"]) == first["incarnation"]:
+        assert time.monotonic() < deadline, second
+        assert healthy()
+        usage = handle().generate.remote(MESSAGES, **GREEDY).result(timeout_s=60)["usage"]
+        assert sum(usage["cached_by_tier"]) == usage["cached_tokens"]
+        second = store()
+    assert (second["socket"], second["engine_pid"]) == (first["socket"], first["engine_pid"])
 
 
 def test_a_dead_engine_is_replaced(deployed: int) -> None:

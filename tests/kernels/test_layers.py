@@ -47,10 +47,11 @@ class Step:
     """Three prompts, then padding."""
 
     dtype: torch.dtype
+    form: torch.dtype | None = None  # of KV, where it is another
 
     def __post_init__(self) -> None:
-        layout = KVLayout(3, KV_HEADS, 8, SIZE, self.dtype)
-        self.kv_cache = torch.zeros(layout.shape(8), dtype=self.dtype)
+        layout = KVLayout(3, KV_HEADS, 8, SIZE, self.form or self.dtype)
+        self.kv_cache, self.kv_scales = layout.allocate(8), layout.allocate_scales(8)
         tables = np.array([[0, 0, 0], [1, 0, 0], [2, 3, 4]], np.int32)
         self.plan = ops.plan_attention(tables, np.cumsum([0, *LENGTHS]), np.array(LENGTHS), layout, HEADS)
         at = [(row, token) for row, length in enumerate(LENGTHS) for token in range(length)]
@@ -62,20 +63,20 @@ class Step:
 
     def fused(self, layers: FusedLayers) -> None:
         step = (self.hidden, self.residual, self.kv_cache, self.plan, self.positions, self.slots)
-        ops.decoder_layers(layers, *step)
+        ops.decoder_layers(layers, *step, kv_scales=self.kv_scales)
 
     def one_by_one(self, layers: FusedLayers) -> None:
         for index, part in enumerate(layers.parts):
             qkv = self.multiply(part.qkv, self.hidden).view(ROWS, -1, SIZE)
             q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
             if part.cos_sin is None:
-                ops.store_kv(k, v, self.kv_cache, index, self.slots)
+                ops.store_kv(k, v, self.kv_cache, index, self.slots, kv_scales=self.kv_scales)
             else:
-                ops.rope_store_kv(q, k, v, part.cos_sin, self.positions, self.kv_cache, index, self.slots)
+                where = (part.cos_sin, self.positions, self.kv_cache, index, self.slots)
+                ops.rope_store_kv(q, k, v, *where, kv_scales=self.kv_scales)
             attended = torch.empty(ROWS, HEADS, SIZE, dtype=self.dtype)
-            ops.paged_attention(
-                attended, q, self.kv_cache, index, self.plan, SCALE, window=part.window, softcap=layers.softcap
-            )
+            options = {"window": part.window, "softcap": layers.softcap, "kv_scales": self.kv_scales}
+            ops.paged_attention(attended, q, self.kv_cache, index, self.plan, SCALE, **options)
             hidden = self.multiply(part.o, attended.flatten(1))
             hidden = ops.rms_norm(hidden, part.mlp_norm, EPS, self.residual)
             gated = (ops.gelu_mul if layers.gelu else ops.silu_mul)(self.multiply(part.gate_up, hidden))
@@ -88,21 +89,25 @@ class Step:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [None, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("gelu", "wide", "short"), [(False, False, False), (True, True, True)])
 @pytest.mark.usefixtures("threads")
-def test_the_bits_of_single_calls(dtype: torch.dtype, gelu: bool, wide: bool, short: bool) -> None:
+def test_the_bits_of_single_calls(
+    dtype: torch.dtype, gelu: bool, wide: bool, short: bool, form: torch.dtype | None
+) -> None:
     layers = layers_of(dtype, gelu=gelu, wide=wide)
-    single = Step(dtype)
+    single = Step(dtype, form)
     single.one_by_one(layers)
     assert single.hidden.isfinite().all()
     for number in (1, 2):
         torch.set_num_threads(number)
-        fused = Step(dtype)
+        fused = Step(dtype, form)
         if short:
             fused.positions = fused.positions.int()
         fused.fused(layers)
-        for name in ("hidden", "residual", "kv_cache"):
-            assert torch.equal(getattr(fused, name), getattr(single, name)), name
+        for name in ("hidden", "residual", "kv_cache", "kv_scales"):
+            ours, others = getattr(fused, name), getattr(single, name)
+            assert ours is others is None or torch.equal(ours.view(torch.uint8), others.view(torch.uint8)), name
 
 
 def test_rows_out_of_range_write_nothing() -> None:
@@ -128,6 +133,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("slot_mapping is", lambda s: setattr(s, "slots", s.slots[:4])),
         ("kv_cache is", lambda s: setattr(s, "kv_cache", s.kv_cache[:2])),
         ("kv_cache is", lambda s: setattr(s, "kv_cache", s.kv_cache.bfloat16())),
+        ("needs kv_scales", lambda s: setattr(s, "kv_cache", s.kv_cache.to(torch.float8_e4m3fn))),
         ("layer is 2", lambda s: setattr(s, "kv_cache", s.kv_cache[:, :2].contiguous())),
     ]
     for message, change in changes:

@@ -53,7 +53,7 @@ class Worker:
         self._note_lends()
 
     def _note_lends(self) -> None:
-        fresh = [lent for lent in self.client._free if (lent.page, lent.generation) not in self._known]
+        fresh = [lent for lent in self.client._book.free if (lent.page, lent.generation) not in self._known]
         self._known.update((lent.page, lent.generation) for lent in fresh)
         self.history.add(Record(self.actor, "lend", slot=self._slot(lent), invoke=now()) for lent in fresh)
 

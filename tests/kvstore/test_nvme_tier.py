@@ -33,6 +33,7 @@ from tournant.kvstore.errors import StoreConfigError
 from tournant.kvstore.io_trace import compare
 from tournant.kvstore.nvme_folder import LOCK_NAME, clear, ls, segment_name, verify
 from tournant.kvstore.nvme_tier import NvmeConfig, NvmeTier
+from tournant.kvstore.token_bucket import Pace
 
 LENGTHS = (1, PAGE_BYTES, 5000, 3 * PAGE_BYTES)
 
@@ -606,3 +607,28 @@ def test_configuration_is_checked() -> None:
             NvmeConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="page"):
         NvmeTier(Path("/nowhere"), NvmeConfig(), memoryview(bytearray(8192))[1:], print)
+
+
+def test_an_emulated_disk_has_a_pace_for_reads_and_one_for_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[float, list[int]]] = []
+
+    class Noted(Pace):
+        def __init__(self, per_s: float) -> None:
+            super().__init__(0)
+            self.spent: list[int] = []
+            made.append((per_s, self.spent))
+
+        def spend(self, amount: int) -> None:
+            self.spent.append(amount)
+
+    monkeypatch.setattr("tournant.kvstore.nvme_tier.Pace", Noted)
+    tier = TestTier(folder, bytes_per_s=5_000_000)
+    records = write(tier, 1, 2, 3)
+    assert outcomes(tier, records[:2]) == ["ok"] * 2
+    assert tier.close()
+    (read_rate, read), (write_rate, written) = made
+    assert read_rate == write_rate == 5_000_000
+    assert sum(written) == sum(record.size for record in records)
+    assert sum(read) == sum(record.size for record in records[:2])

@@ -30,6 +30,7 @@ from tests.kvstore.store_harness import (
     write,
     writer,
 )
+from tournant.kvstore.block import Version
 from tournant.kvstore.client import StoreClient, connect
 from tournant.kvstore.config import PAGE_BYTES, StoreConfig
 from tournant.kvstore.errors import InvariantViolation, StoreConfigError, StoreRefused, StoreUnavailable
@@ -142,11 +143,49 @@ def test_pins_of_a_killed_reader_come_back(served: Store) -> None:
 
 def test_the_end_of_a_connection_is_not_the_end_of_a_process(served: Store) -> None:
     served.start()
-    other = Other(served, lambda client: client.close())
+    other = Other(served, lambda client: client._transport._sock.close())  # type: ignore[attr-defined]
     served.wait_for(lambda found: found.open_reads == 0)
     assert served.pages(SlotState.LENT) == LENT_PAGES
     other.kill()
     served.wait_for(lambda found: dict(found.pages)[SlotState.LENT] == 0)
+
+
+def test_a_client_that_is_closed_gives_everything_back(served: Store) -> None:
+    served.start(host_bytes=64 * SLOT)
+    chain = keys(4)
+    for turn in range(5):  # five times 8 slots are more than may be lent
+        rank = served.attach(writer(credit=8))
+        write(rank, chain, first=turn * 4 + 1)
+        rank.hard_pin([(chain[0], Version(rank.identity.writer_id, turn * 4 + 1))])
+        rank.open(chain)
+        rank.close()
+    found = served.wait_for(lambda found: found.clients == 0)
+    assert (dict(found.pages)[SlotState.LENT], found.pinned_pages, found.open_reads) == (0, 0, 0)
+
+
+def test_a_stopped_store_that_wakes_up_reads_the_last_words_of_its_clients(served: Store) -> None:
+    served.start(host_bytes=64 * SLOT)
+    assert served.process is not None
+    chain = keys(4)
+    for _ in range(3):
+        rank = served.attach(writer(credit=8))
+        write(rank, chain)
+        served.process.process.send_signal(signal.SIGSTOP)
+        rank.start_open(chain)
+        with pytest.raises(StoreUnavailable, match="no Opened by the deadline"):
+            rank.open(chain, 0.01)
+        rank.close()
+        served.process.process.send_signal(signal.SIGCONT)
+        served.wait_for(lambda found: found.clients == 0 and dict(found.pages)[SlotState.LENT] == 0)
+
+
+def test_a_pool_that_is_still_looked_at_is_not_given_back(served: Store) -> None:
+    served.start()
+    rank = served.attach(writer(credit=8))
+    view = rank.slot_view(0)
+    rank.close()
+    assert served.pages(SlotState.LENT) == LENT_PAGES
+    assert len(view) == SLOT
 
 
 def test_a_stopped_client_keeps_its_slots_until_it_is_killed(served: Store) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import select
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from tests.kvstore.store_harness import (
     HALVES,
+    PATIENCE_S,
     READER,
     SLOT,
     WEIGHTS,
@@ -24,13 +28,13 @@ from tests.kvstore.store_harness import (
 )
 from tournant.kvstore.admin import BlockLine, Clear, ListBlocks
 from tournant.kvstore.block import Version
-from tournant.kvstore.client import Lent, StoreClient
+from tournant.kvstore.client import Lent, StoreClient, connect
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
-from tournant.kvstore.events import AdoptEntry
+from tournant.kvstore.events import AdoptEntry, Fetched, Opened, Reported
 from tournant.kvstore.groups import Handle
 from tournant.kvstore.nvme_tier import NvmeConfig
-from tournant.kvstore.read_group import choose
+from tournant.kvstore.read_group import Answer, choose
 from tournant.kvstore.record import checksum
 from tournant.kvstore.slots import SlotState
 from tournant.kvstore.wire import WireError
@@ -80,6 +84,104 @@ def test_replies_to_posted_reports_are_collected_later(store: Store) -> None:
     assert [reply.seq for reply in collected] == [1, 2, 3, 4]
     assert rank.credit == 4
     assert len(read(rank, chain)) == 4
+
+
+def test_many_reads_and_reports_are_under_way_at_once(store: Store) -> None:
+    store.start(host_bytes=64 * SLOT, nvme=NvmeConfig(), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    rank = store.attach(writer(credit=4))
+    chains = [keys(8, str(number)) for number in range(10)]
+    for number, chain in enumerate(chains):
+        write(rank, chain, first=100 * number + 1)
+        store.wait_for_disk()
+    reads = {rank.start_open(chain): chain for chain in chains[:3]}
+    one = entry(rank, keys(1, "posted")[0], 5000)
+    assert one is not None
+    seq = rank.post([one])
+    assert rank.num_lent == rank.credit == 3
+    other, answer = rank.open(chains[9])  # what waits beside others loses none of their answers
+    assert len(answer.counts) == 8
+    fetched: dict[int, Fetched] = {}
+    kinds: list[type] = []
+    end = time.monotonic() + PATIENCE_S
+    while len(fetched) < 3 or Reported not in kinds:
+        assert time.monotonic() < end
+        for message in rank.take():
+            kinds.append(type(message))
+            if isinstance(message, Opened):
+                picks = choose([Answer(message.counts, message.rows, message.parts)], [WHOLE])
+                rank.start_fetch(message.read, [pick.version for pick in picks])
+            elif isinstance(message, Fetched):
+                fetched[message.read] = message
+            else:
+                assert message.seq == seq
+    assert rank.credit == 4
+    for read_number, message in fetched.items():
+        chain = reads[read_number]
+        handles = [found[0] for found in Answer(message.counts, message.rows, message.parts).handles()]
+        targets = [memoryview(bytearray(SLOT)) for _ in handles]
+        assert rank.copy_out(chain, handles, targets) == 8
+        for key, handle, target in zip(chain, handles, targets, strict=True):
+            assert target == payload(key, handle.version, WHOLE)
+        rank.close_read(read_number)
+    rank.close_read(other)
+    assert rank.take() == []
+    found = store.wait_for(lambda found: found.open_reads == 0)
+    assert (found.pinned_pages, found.host_hits + found.nvme_hits) == (0, 24)
+    assert found.nvme_hits > 0
+
+
+def test_a_slot_that_is_put_back_can_be_taken_again(store: Store) -> None:
+    store.start()
+    rank = store.attach(writer(credit=1))
+    lent = rank.take_slot()
+    assert lent is not None
+    assert rank.take_slot() is None
+    rank.put_back(lent)
+    rank.put_back(lent)
+    assert rank.credit == rank.num_lent == 1
+    assert rank.take_slot() == lent
+
+
+def test_a_client_that_does_not_wait_keeps_what_has_no_room(served: Store) -> None:
+    served.start()
+    assert served.process is not None
+    rank = connect(served.socket, writer(), PATIENCE_S, waits=False)
+    chain = keys(4)
+    write(rank, chain)
+    served.process.process.send_signal(signal.SIGSTOP)
+    while not rank.has_unsent:
+        rank.used(keys(2000))
+    reads = [rank.start_open(chain) for _ in range(3)]
+    assert rank.take() == []
+    assert rank.has_unsent
+    served.process.process.send_signal(signal.SIGCONT)
+    opened_reads: list[int] = []
+    while len(opened_reads) < 3:
+        assert select.select([rank.fileno()], [rank.fileno()] if rank.has_unsent else [], [], PATIENCE_S) != (
+            [],
+            [],
+            [],
+        )
+        opened_reads += [message.read for message in rank.take() if isinstance(message, Opened)]
+    assert opened_reads == reads
+    assert not rank.has_unsent
+    rank.close()
+
+
+def test_a_chain_of_max_keys_is_answered_and_one_more_ends_the_service(served: Store) -> None:
+    served.start(max_keys=3000, max_reads=2)
+    rank = served.attach(writer())
+    chain = keys(3000)
+    write(rank, chain[:100])
+    number, answer = rank.open(chain)
+    assert len(answer.counts) == 100
+    rank.open(chain)
+    with pytest.raises(StoreUnavailable, match="read 3 of 3000 keys exceeds the limits"):
+        rank.open(chain)
+    again = served.attach(writer())
+    with pytest.raises(StoreUnavailable, match="read 1 of 3001 keys exceeds the limits"):
+        again.open([*chain, b"x" * 32])
+    assert number == 1
 
 
 def test_only_slots_that_are_lent_can_be_reported(store: Store) -> None:

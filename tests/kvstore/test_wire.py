@@ -28,6 +28,7 @@ from tournant.kvstore.events import (
     Attached,
     Bad,
     CloseRead,
+    Detach,
     Fetch,
     Fetched,
     Forget,
@@ -51,7 +52,7 @@ ENTRY = ReportEntry(KEY, Version(7, 2), 3, 4, 5, 6, 7, 1, 9)
 FOUND = (b"\x01", bytes(range(48)), (PART,))
 GOLDEN = {
     Attach(9, b"w" * 32, "bf16", b"t", 7, PART, (PART,), 4096, 5): (
-        "9a01" "01" "c420" + "77" * 32 + "a462663136" "c40174" "07"
+        "9a01" "02" "c420" + "77" * 32 + "a462663136" "c40174" "07"
         "c410000000001e0000000000000003000000" "c410000000001e0000000000000003000000" "cd1000" "05"
     ),
     Report(9, 1, (ENTRY,), ((3, 4),)): (
@@ -66,10 +67,11 @@ GOLDEN = {
     HardPin(9, 1, ((KEY, Version(7, 2)),)): "930801c430" + KEY.hex() + "07000000000000000200000000000000",
     HardUnpin(9, 1): "920901",
     Used(9, (KEY,)): "920ac420" + KEY.hex(),
-    StatusQuery(): "922001",
-    ListBlocks(5): "93210105",
-    VerifyBlocks(5): "93220105",
-    Clear(): "922301",
+    Detach(9): "910b",
+    StatusQuery(): "922002",
+    ListBlocks(5): "93210205",
+    VerifyBlocks(5): "93220205",
+    Clear(): "922302",
     Attached(1, ((3, 4),)): "934001c40c030000000400000000000000",
     Refused("no"): "9241a26e6f",
     Reported(1, ((3, 4),), (0,)): "944201c40c030000000400000000000000c40400000000",
@@ -117,6 +119,7 @@ REQUESTS = st.one_of(
     st.builds(HardPin, CLIENT, u64, many(st.tuples(key, version))),
     st.builds(HardUnpin, CLIENT, u64),
     st.builds(Used, CLIENT, many(key)),
+    st.builds(Detach, CLIENT),
     st.builds(ListBlocks, u64),
     st.builds(VerifyBlocks, u64),
     st.sampled_from([StatusQuery(), Clear()]),
@@ -220,10 +223,10 @@ def test_random_bytes(body: bytes) -> None:
         [5, [1]],
         [3, 1, b"x" * 33],
         [6, KEY, b"v" * 16, 1 << 32, 1],
-        [1, 2, b"w" * 32, "bf16", b"", 7, None, b"", 0, 0],
-        [1, 1, b"w" * 31, "bf16", b"", 7, None, b"", 0, 0],
-        [1, 1, b"w" * 32, b"bf16", b"", 7, None, b"", 0, 0],
-        [1, 1, b"w" * 32, "bf16", b"", 7, b"\0" * 16, b"", 0, 0],
+        [1, 3, b"w" * 32, "bf16", b"", 7, None, b"", 0, 0],
+        [1, 2, b"w" * 31, "bf16", b"", 7, None, b"", 0, 0],
+        [1, 2, b"w" * 32, b"bf16", b"", 7, None, b"", 0, 0],
+        [1, 2, b"w" * 32, "bf16", b"", 7, b"\0" * 16, b"", 0, 0],
         [64, 1, b""],
         {"a": 1},
         5,
@@ -238,7 +241,7 @@ def test_what_is_no_request(items: object) -> None:
 def test_another_protocol_is_named() -> None:
     body = bytearray(body_of(StatusQuery()))
     body[2] = 77
-    with pytest.raises(WireError, match="protocol 77; this side speaks 1: use the same release"):
+    with pytest.raises(WireError, match="protocol 77; this side speaks 2: use the same release"):
         decode_request(bytes(body), 9)
 
 

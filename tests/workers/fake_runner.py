@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tournant.kvstore.block import Namespace
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch, StepResult
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
 from tournant.workers.messages import EngineInfo
+from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.transfer_messages import Link
 
 VOCAB = 997
 NAMESPACE = Namespace(weights_id=b"w" * 32, kv_form="fake", numerics="fake", layout_id=b"l" * 32)
@@ -87,8 +91,14 @@ class FakeRunner:
         return self.kv[self._slot(row, num_tokens - 1)] if num_tokens else 0
 
 
-def make_engine(num_blocks: int, block_tokens: int = 8, max_model_len: int = 4096, **config: object) -> Engine:
-    """An engine over a fake device; keywords are EngineConfig fields."""
+def make_engine(
+    num_blocks: int,
+    block_tokens: int = 8,
+    max_model_len: int = 4096,
+    tiers: Callable[[FakeRunner], tuple[Link, OffloadConfig]] | None = None,
+    **config: object,
+) -> Engine:
+    """An engine over a fake device; tiers: what makes the link to those below; keywords are EngineConfig fields."""
     info = EngineInfo(
         writer_id=1,
         pid=1,
@@ -103,4 +113,6 @@ def make_engine(num_blocks: int, block_tokens: int = 8, max_model_len: int = 409
         device="fake",
         namespace=NAMESPACE,
     )
-    return Engine(EngineConfig(**config), FakeRunner(block_tokens), info)  # type: ignore[arg-type]
+    runner = FakeRunner(block_tokens)
+    link, offload = tiers(runner) if tiers is not None else (None, None)
+    return Engine(EngineConfig(**config), runner, info, link, offload)  # type: ignore[arg-type]

@@ -42,9 +42,10 @@ def prompt_of(length: int, seed: int = 10) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def answers(folder: Path, dtype: str) -> tuple[list[list[int]], list[list[float]]]:
+def answers(folder: Path, dtype: str, kv_cache_dtype: str = "auto") -> tuple[list[list[int]], list[list[float]]]:
     """Tokens and best log-probabilities of a prompt in chunks, and of its two forks from the cache, copied on write."""
-    engine = make_engine(folder, dtype=dtype, deterministic=False, max_num_batched_tokens=24)
+    limits = {"deterministic": False, "max_num_batched_tokens": 24}
+    engine = make_engine(folder, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **limits)
     session = Session(engine)
     cold = session.submit(prompt_of(40), max_tokens=NUM_NEW, logprobs=2)
     session.drain()
@@ -75,19 +76,30 @@ def test_tokens_and_logits_equal_those_of_the_cpu(
     torch.testing.assert_close(torch.tensor(found_values), torch.tensor(values), rtol=0, atol=tolerance)
 
 
-def test_captured_decode_steps_with_two_batches_in_flight(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+def test_e5m2_kv(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+    tokens, values = answers(tiny_model, "float32", "fp8_e5m2")
+    request.getfixturevalue("triton")
+    found, found_values = answers(tiny_model, "float32", "fp8_e5m2")
+    assert found == tokens
+    torch.testing.assert_close(torch.tensor(found_values), torch.tensor(values), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("form", "num_new"), [("auto", NUM_NEW), ("fp8_e4m3", 4)])
+def test_captured_decode_steps_with_two_batches_in_flight(
+    tiny_model: Path, form: str, num_new: int, request: pytest.FixtureRequest
+) -> None:
     """Sizes 1 and 3 serve 1, 2 and 3 sequences; a chunk of a prompt in between runs eagerly."""
     prompts = [prompt_of(length, seed=length) for length in (5, 9, 20)]
-    wanted = Session(make_engine(tiny_model)).ask(prompts, max_tokens=NUM_NEW)
+    wanted = Session(make_engine(tiny_model, deterministic=False, kv_cache_dtype=form)).ask(prompts, max_tokens=num_new)
     request.getfixturevalue("triton")
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 64}
-    engine = make_engine(tiny_model, 8, GraphedCpu(), deterministic=False, **limits)
+    engine = make_engine(tiny_model, 8, GraphedCpu(), deterministic=False, kv_cache_dtype=form, **limits)
     sizes = record_sizes(engine)
     session = Session(engine)
-    ids = [session.submit(prompts[0], max_tokens=NUM_NEW), session.submit(prompts[1], max_tokens=NUM_NEW)]
+    ids = [session.submit(prompts[0], max_tokens=num_new), session.submit(prompts[1], max_tokens=num_new)]
     session.step()
     session.step()
-    ids.append(session.submit(prompts[2], max_tokens=NUM_NEW))
+    ids.append(session.submit(prompts[2], max_tokens=num_new))
     session.drain()
     assert [session.tokens(number) for number in ids] == wanted
     assert set(sizes) == {None, 1, 3}

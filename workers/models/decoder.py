@@ -81,25 +81,40 @@ class Decoder:
         self._head = loader.head(self._embedding).to(device)
         self._fused = self._fuse() if native and ops.backend(device) == "c" else None
 
-    def layout(self, block_tokens: int, *, long: bool = False) -> KVLayout:
-        """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences."""
+    def layout(self, block_tokens: int, kv_dtype: torch.dtype | None = None, *, long: bool = False) -> KVLayout:
+        """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences. kv_dtype: None =
+        the dtype of computing.
+        """
         config = self.config
         digest = config.rope_digest(long=long)
-        return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_size, self.dtype, digest)
+        dtype = kv_dtype or self.dtype
+        return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_size, dtype, digest)
 
-    def forward(self, step: ForwardInput, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] after the last norm; stores the KV of every row that has a slot."""
+    def forward(
+        self, step: ForwardInput, kv_cache: torch.Tensor, *, kv_scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [num_rows, hidden] after the last norm; stores the KV of every row that has a slot.
+
+        kv_scales: of an e4m3 cache, see KVLayout.
+        """
         residual = embedding(step.input_ids, self._embedding)
         if self.config.embedding_scale != 1.0:
             residual.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_eps)
         if self._fused is not None:
             ops.decoder_layers(
-                self._fused, hidden, residual, kv_cache, step.plan, step.rope_positions, step.slot_mapping
+                self._fused,
+                hidden,
+                residual,
+                kv_cache,
+                step.plan,
+                step.rope_positions,
+                step.slot_mapping,
+                kv_scales=kv_scales,
             )
             return hidden
         for index in range(len(self._layers)):
-            hidden = self.layer(index, hidden, residual, step, kv_cache, cache_layer=index)
+            hidden = self.layer(index, hidden, residual, step, kv_cache, cache_layer=index, kv_scales=kv_scales)
         return hidden
 
     def _fuse(self) -> FusedLayers | None:
@@ -141,10 +156,12 @@ class Decoder:
         step: ForwardInput,
         kv_cache: torch.Tensor,
         cache_layer: int,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer and the norm after it: normed `hidden` in, next layer's normed input out, `residual` updated."""
         eps, weights = self.config.rms_eps, self._layers[index]
-        hidden = self._attention(index, hidden, step, kv_cache, cache_layer)
+        hidden = self._attention(index, hidden, step, kv_cache, cache_layer, kv_scales)
         if weights.attention_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.attention_out_norm, eps)
         hidden = ops.rms_norm(hidden, weights.mlp_norm, eps, residual)
@@ -155,7 +172,13 @@ class Decoder:
         return ops.rms_norm(hidden, self._norm_after(index), eps, residual)
 
     def _attention(
-        self, index: int, hidden: torch.Tensor, step: ForwardInput, kv_cache: torch.Tensor, cache_layer: int
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        step: ForwardInput,
+        kv_cache: torch.Tensor,
+        cache_layer: int,
+        kv_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         config, weights, kind = self.config, self._layers[index], self.config.layers[index]
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
@@ -165,10 +188,10 @@ class Decoder:
             q = ops.rms_norm(q.reshape(-1, size), weights.q_norm, config.rms_eps).view(-1, heads, size)
             k = ops.rms_norm(k.reshape(-1, size), weights.k_norm, config.rms_eps).view(-1, kv_heads, size)
         if kind.rope is None:
-            ops.store_kv(k, v, kv_cache, cache_layer, step.slot_mapping)
+            ops.store_kv(k, v, kv_cache, cache_layer, step.slot_mapping, kv_scales=kv_scales)
         else:
-            table = self._ropes[kind.rope]
-            ops.rope_store_kv(q, k, v, table, step.rope_positions, kv_cache, cache_layer, step.slot_mapping)
+            table, positions, slots = self._ropes[kind.rope], step.rope_positions, step.slot_mapping
+            ops.rope_store_kv(q, k, v, table, positions, kv_cache, cache_layer, slots, kv_scales=kv_scales)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ops.paged_attention(
             attended,
@@ -179,6 +202,7 @@ class Decoder:
             config.attention_scale,
             window=kind.window,
             softcap=config.attention_softcap,
+            kv_scales=kv_scales,
         )
         return weights.o(attended.view(-1, heads * size))
 

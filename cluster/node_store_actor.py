@@ -1,0 +1,177 @@
+"""The node store of a Ray node: one actor per node and application that starts it, supervises it and says where it is.
+
+Owns the actor's name, its placement and its end; the process is node_store.py's. The actor outlives the replicas that
+made it and ends, with the store, when no engine was attached for a while.
+
+Invariants:
+ 1. All replicas of an application on a node get one store, or an error that names what they disagree about.
+ 2. The socket's path is the same for as long as the Ray node lives, whatever dies meanwhile.
+ 3. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tournant.cluster.node_store import STOP_MARGIN_S, StoreKeeper, StorePlan
+from tournant.cluster.run_folder import STORE_SOCKET, RunFolder
+from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
+
+FIND_S = 180.0
+RETRY_S = 0.2
+MAX_CALLS = 64  # at once: replicas of a node that start together
+_LOG = logging.getLogger("tournant.node_store")
+
+
+class NodeStoreActor:
+    """See the module. folder: private to this user, where the socket's folder is made; None = a run folder of its own.
+
+    `find_store` makes it. Errors of a store that cannot start come from `socket`, not from here.
+    """
+
+    def __init__(self, plan: StorePlan, folder: str | None) -> None:
+        _log_to_stderr()
+        context = ray.get_runtime_context()
+        self._run_folder: RunFolder | None = None
+        if folder is None:
+            self._run_folder = RunFolder(name=_digest(context))
+            folder = str(self._run_folder.path)
+        # started again by Ray: the store of the process before may still be copying down
+        patience_s = plan.drain_s + STOP_MARGIN_S if context.was_current_actor_reconstructed else 0.0
+        self._me = context.current_actor
+        self._keeper = StoreKeeper(plan, Path(folder, STORE_SOCKET).parent, patience_s=patience_s, on_idle=self._end)
+
+    def socket(self, plan: StorePlan) -> str:
+        """Where engines attach, once the store is ready.
+
+        Raises StoreRefused when the store runs by another plan, StoreConfigError when it cannot start (this actor ends
+        then), StoreUnavailable when it is not ready in time or ending.
+        """
+        if differences := self._keeper.plan.differences(plan):
+            self._refuse(differences)
+        try:
+            return str(self._keeper.wait_ready())
+        except StoreConfigError:
+            self._keeper.stop()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        """socket, pid, starts, and the facts of `kvstore.admin.Status`. Raises StoreUnavailable, StoreRefused."""
+        keeper = self._keeper
+        facts = {"socket": str(keeper.socket), "pid": keeper.pid, "starts": keeper.num_starts}
+        return facts | asdict(keeper.status())
+
+    def stop(self) -> None:
+        """Let the store copy down, within its limit, and end it. The caller ends the actor then."""
+        self._keeper.stop()
+        if self._run_folder is not None:
+            self._run_folder.remove()
+
+    def _refuse(self, differences: list[str]) -> None:
+        """Say why a plan cannot be followed; a store that nobody uses makes room for it instead."""
+        if not self._keeper.status().clients:
+            self._end()
+            raise StoreUnavailable("the store had another configuration and no client; it makes room")
+        raise StoreRefused(
+            f"the node store runs with {'; '.join(differences)}; engines are attached to it: give all replicas of a "
+            "node the same configuration, or end those that run before you change it"
+        )
+
+    def _end(self) -> None:
+        """For good: Ray does not start it again."""
+        _LOG.info("no engine uses the store at %s; it ends", self._keeper.socket)
+        self.stop()
+        ray.kill(self._me, no_restart=True)
+
+
+def find_store(plan: StorePlan, app: str, folder: str | None = None, timeout_s: float = FIND_S) -> str:
+    """Socket of this Ray node's store for an application, started if none runs. Blocks.
+
+    Raises StoreConfigError when it cannot start or the node has too little memory for it, StoreRefused when one runs
+    by another plan, StoreUnavailable when none is ready in time.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    _check_memory(plan.store.host_bytes, node)
+    end = time.monotonic() + timeout_s + plan.store.host_bytes / (1 << 30)
+    actor_class = ray.remote(NodeStoreActor).options(
+        name=_name(node),
+        namespace=_namespace(app),
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        memory=plan.store.host_bytes,
+        max_restarts=-1,
+        max_concurrency=MAX_CALLS,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+    problem = "its actor was not placed on the node"
+    while (left := end - time.monotonic()) > 0:
+        actor: Any = actor_class.remote(plan, folder)
+        try:
+            return str(ray.get(actor.socket.remote(plan), timeout=left))
+        except (StoreConfigError, StoreRefused) as error:
+            if isinstance(error, StoreConfigError):
+                ray.kill(actor, no_restart=True)
+            raise getattr(error, "cause", error) from None  # without Ray's report of where it came from
+        except GetTimeoutError:
+            break
+        except (RayActorError, StoreUnavailable) as error:  # it died, or it is just ending
+            problem = str(error).strip().splitlines()[-1]
+            time.sleep(min(RETRY_S, max(0.0, left)))
+    raise StoreUnavailable(f"the node store was not ready after {timeout_s:g} s: {problem}")
+
+
+def stop_store(app: str, timeout_s: float) -> None:
+    """End this Ray node's store for an application, after it has copied down, and its actor. None is no error.
+
+    Raises GetTimeoutError or RayActorError; the store ends with its actor's process then.
+    """
+    try:
+        actor = ray.get_actor(_name(ray.get_runtime_context().get_node_id()), namespace=_namespace(app))
+    except ValueError:
+        return
+    ray.get(actor.stop.remote(), timeout=timeout_s)
+    ray.kill(actor, no_restart=True)
+
+
+def _name(node: str) -> str:
+    return f"tournant-store-{node}"
+
+
+def _namespace(app: str) -> str:
+    return f"tournant-{app}"
+
+
+def _digest(context: Any) -> str:
+    """Name of the run folder: the same for every process of one actor name."""
+    return hashlib.sha256(f"{context.namespace}/{context.get_node_id()}".encode()).hexdigest()[:8]
+
+
+def _check_memory(host_bytes: int, node: str) -> None:
+    """Raises StoreConfigError when Ray would wait without an end for memory that the node does not have."""
+    has = next((int(one["Resources"].get("memory", 0)) for one in ray.nodes() if one["NodeID"] == node), 0)
+    if host_bytes > has:
+        raise StoreConfigError(
+            f"host_bytes is {host_bytes}; Ray hands out {has} bytes of memory on this node: choose less, or tell Ray "
+            "more (ray start --memory)"
+        )
+
+
+def _log_to_stderr() -> None:
+    """Logs of this actor, as those of the store process, reach Ray's log of it."""
+    logger = logging.getLogger("tournant")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)

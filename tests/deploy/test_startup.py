@@ -1,0 +1,94 @@
+"""What an engine is started with: its store's socket and settings, or an error in the words of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.async_test import async_test
+from tests.deploy.fake_engine import FakeEngineClient
+from tournant.deploy import startup
+from tournant.deploy.config import ServiceConfig, parse_config
+from tournant.deploy.startup import OwnStore, start_engine
+from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
+from tournant.workers.errors import ConfigError
+from tournant.workers.offload_config import OffloadConfig
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Keyword arguments of every engine that is started; none really is."""
+    calls: list[dict[str, Any]] = []
+
+    async def start(*_: Any, **options: Any) -> FakeEngineClient:
+        calls.append(options)
+        return FakeEngineClient(lambda request, index: [])
+
+    monkeypatch.setattr(startup.ProcessEngineClient, "start", start)
+    return calls
+
+
+def config(model: Path, cache: Path, **sections: Any) -> ServiceConfig:
+    return parse_config({"model": str(model), "cache_dir": str(cache), **sections})
+
+
+@async_test
+async def test_an_engine_gets_the_socket_of_its_store(
+    tiny_model: Path, tmp_path: Path, started: list[dict[str, Any]]
+) -> None:
+    made = config(tiny_model, tmp_path, kv_store={"host_bytes": "1MiB"}, advanced={"restore": "always"})
+    await start_engine(made, find_store=lambda: "/run/kv/socket")
+    assert started == [{"offload": OffloadConfig("/run/kv/socket", restore="always")}]
+
+
+@async_test
+async def test_an_engine_without_a_store_has_no_offload(
+    tiny_model: Path, tmp_path: Path, started: list[dict[str, Any]]
+) -> None:
+    await start_engine(config(tiny_model, tmp_path))
+    await start_engine(config(tiny_model, tmp_path), find_store=lambda: None)
+    assert started == [{"offload": None}] * 2
+
+
+@async_test
+async def test_a_store_that_cannot_be_had_ends_the_start(
+    tiny_model: Path, tmp_path: Path, started: list[dict[str, Any]]
+) -> None:
+    for error, kind, message in (
+        (StoreConfigError("host_bytes is 5; this machine has 4"), ConfigError, r"^kv_store\.host_bytes is 5; this"),
+        (StoreRefused("the node store runs with eviction lru, not lfu"), ConfigError, "eviction lru"),
+        (StoreUnavailable("not ready"), StoreUnavailable, "not ready"),
+    ):
+
+        def find_store(error: Exception = error) -> str:
+            raise error
+
+        with pytest.raises(kind, match=message):
+            await start_engine(config(tiny_model, tmp_path, kv_store={"host_bytes": "1MiB"}), find_store=find_store)
+    assert started == []
+
+
+@async_test
+async def test_a_store_that_nobody_asked_for_is_done_without(
+    tiny_model: Path, tmp_path: Path, started: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    def find_store() -> str:
+        raise StoreConfigError("host_bytes is 5; this machine has 4")
+
+    await start_engine(config(tiny_model, tmp_path), find_store=find_store)
+    assert started == [{"offload": None}]
+    assert "there is no node store" in caplog.text
+
+
+def test_a_store_of_this_process_alone_leaves_nothing() -> None:
+    plan = parse_config({"kv_store": {"host_bytes": "1MiB"}}).kv_store.plan(on_gpu=False)
+    assert plan is not None
+    store = OwnStore(plan)
+    socket = Path(store.socket())
+    assert socket.is_socket()
+    assert socket.parent.parent.stat().st_mode & 0o777 == 0o700
+    store.close()
+    store.close()
+    assert not socket.parent.parent.exists()

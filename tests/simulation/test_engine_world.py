@@ -1,0 +1,168 @@
+"""The engine and its tiers under seeded faults: many schedules, the mutation gate, vacuity, determinism, earlier finds.
+
+Longer searches: `make soak`, or `python -m tests.simulation.engine_search`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+
+from tests.simulation.engine_mutants import ENGINE_MUTANTS, EngineMutant
+from tests.simulation.engine_search import Found, arguments, fails, replay_line, search
+from tests.simulation.engine_world import FAULTS, Setup, run
+
+SCHEDULES = 1_000
+SOAK_SCHEDULES = 40_000
+BATCH = 50
+MUTANT_SEEDS = 60
+# per schedule, about a third of what was measured
+RESTORED_SHARE = 0.05  # of the requests, some of their prompt
+FLOORS = {
+    "restores": 2.0, "cut_restores": 0.4, "lost_blocks": 1.2, "corrupt_blocks": 0.1, "loaded_blocks": 5.0,
+    "preemptions": 2.0, "swapped": 1.0, "Stash": 0.2, "Unstash": 0.1, "DropStash": 0.1, "store_losses": 0.25,
+    "late_lookups": 0.7, "refused_saves": 1.5, "skipped_saves": 5.0, "dropped_dirty": 10.0, "chose_load": 0.5,
+    "chose_recompute": 0.5, "prompt_logprobs": 0.7, "nvme_hit_tokens": 5.0, "host_hit_tokens": 15.0,
+    "lost while loading": 0.2,
+}  # fmt: skip
+CANCELLED = ("waiting", "looking", "fetching", "ready", "restoring", "running", "preempted", "stashed")
+LEAST = 30  # of every fault and of every kind of cancel, over all schedules
+RARE = {"cancel stashed": 6, "stash lost": 9}
+
+# schedules that found a bug once
+SIMPLE = Setup(
+    seed=0, faults=frozenset(), ranks=1, num_blocks=8, block_tokens=8, depth=1, max_num_seqs=8,
+    max_num_batched_tokens=256, caching=True, credit=16, host_blocks=64, nvme_blocks=0, restore="always",
+    persistent=False, rope_switch=0, lookup_ms=4, restore_ms=50, prefetch_requests=0, prefetch_share=0.25,
+    publish_share=1.0, watermarks=(0.2, 0.3, 0.5), token_us=200,
+)  # fmt: skip
+EARLIER = {
+    "a stash outlived the change of its sequence's RoPE": replace(
+        SIMPLE, seed=143, max_num_batched_tokens=48, rope_switch=28, lookup_ms=100, prefetch_requests=8,
+        publish_share=0.0, watermarks=(0.5, 0.7, 0.9), token_us=20, turns=162,
+    ),
+    "a preempted sequence was given log-probabilities of more than its prompt": replace(
+        SIMPLE, seed=23, faults=frozenset({"no credit", "refused save", "slow disk"}), num_blocks=7, rope_switch=28,
+        restore_ms=5, prefetch_requests=8, watermarks=(1.0, 1.0, 1.0), turns=35,
+    ),
+    "blocks before those that a lookup asked for counted as found": replace(
+        SIMPLE, seed=75, num_blocks=18, depth=2, credit=1, prefetch_share=0.0, publish_share=0.05,
+        watermarks=(1.0, 1.0, 1.0), turns=21,
+    ),
+    "blocks restored from a store that is lost counted as copied down": replace(
+        SIMPLE, seed=30, faults=frozenset({"slow copy", "store lost"}), num_blocks=10, lookup_ms=100, turns=14
+    ),
+    "orders of a failed step's requests waited for the next request": replace(
+        SIMPLE, seed=0, faults=frozenset({"cancel", "failed step"}), ranks=3, num_blocks=9, max_num_seqs=4,
+        host_blocks=16, restore="auto", lookup_ms=30, restore_ms=1000, watermarks=(0.5, 0.7, 0.9), token_us=1000,
+    ),
+    "a load that was late beside a stash on its way made the engine's loop spin": replace(
+        SIMPLE, seed=748, faults=frozenset({"failed step", "late rank"}), ranks=3, num_blocks=5,
+        max_num_batched_tokens=48, host_blocks=4, lookup_ms=30, restore_ms=5, prefetch_requests=2, prefetch_share=1.0,
+        token_us=20, turns=218,
+    ),
+}  # fmt: skip
+
+
+def _batch(first: int) -> Found:
+    return search(Setup.draw(seed) for seed in range(first, first + BATCH))
+
+
+def _schedules(first: int, count: int) -> Found:
+    """Run them on all cores. Fails with how to run a broken one again."""
+    total = Found()
+    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for found in pool.map(_batch, range(first, first + count, BATCH)):
+            total.add(found)
+    if total.failures:
+        lines = [f"{violation}\n  {replay_line(setup)}" for setup, violation in total.failures]
+        pytest.fail("\n".join(lines), pytrace=False)
+    return total
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What the schedules of this run have seen."""
+    return _schedules(0, SCHEDULES)
+
+
+@pytest.mark.timeout(600)
+def test_no_schedule_breaks_an_invariant(found: Found) -> None:
+    """I2 to I8, I12 to I14 at every event, I11 after a quiet tail."""
+    assert found.schedules == SCHEDULES
+
+
+@pytest.mark.timeout(600)
+def test_the_schedules_are_not_vacuous(found: Found) -> None:
+    """I15: requests restore blocks, and every fault, branch and kind of cancel has happened often enough."""
+    counts = found.counts
+    assert counts["restored"] >= RESTORED_SHARE * counts["requests"]
+    low = {name: counts[name] for name, floor in FLOORS.items() if counts[name] < floor * SCHEDULES}
+    names = [*FAULTS, *(f"cancel {state}" for state in CANCELLED)]
+    low |= {name: counts[name] for name in names if counts[name] < RARE.get(name, LEAST)}
+    assert not low
+
+
+@pytest.mark.parametrize("mutant", ENGINE_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed(mutant: EngineMutant) -> None:
+    """Each broken promise is found by an invariant that watches it, and nothing is found without it."""
+    for seed in range(MUTANT_SEEDS):
+        setup = mutant.setup(seed)
+        with mutant.applied():
+            violation = fails(setup)
+        if violation is not None:
+            assert violation.invariant in mutant.killed_by, str(violation)
+            assert fails(setup) is None
+            return
+    pytest.fail(f"{mutant.name}: no schedule of {MUTANT_SEEDS} found it")
+
+
+def test_there_are_enough_mutants() -> None:
+    """Each with a name of its own, and I12 and I14 among what kills them."""
+    assert len({mutant.name for mutant in ENGINE_MUTANTS}) == len(ENGINE_MUTANTS) >= 12
+    assert {"I12", "I14"} <= {invariant for mutant in ENGINE_MUTANTS for invariant in mutant.killed_by}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_earlier_find(name: str) -> None:
+    """A schedule that found a bug once goes through."""
+    run(EARLIER[name])
+
+
+TRACE = """
+from tests.simulation.engine_world import Setup, run
+print([run(Setup.draw(seed)).trace for seed in range(8)])
+"""
+
+
+def test_the_same_seed_is_the_same_schedule() -> None:
+    """Also in processes with other hash seeds."""
+    traces = {
+        subprocess.run(
+            [sys.executable, "-c", TRACE], env={**os.environ, "PYTHONHASHSEED": value}, capture_output=True, text=True,
+            check=True,
+        ).stdout
+        for value in ("0", "1")
+    }  # fmt: skip
+    assert len(traces) == 1
+    assert len(set(traces.pop().strip("[]\n").split(", "))) == 8
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_many_more_schedules() -> None:
+    """As above, for as long as it takes."""
+    _schedules(1_000_000, SOAK_SCHEDULES)
+
+
+def test_the_command_line_of_the_search_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vars(arguments(["5", "100"])) == {"first": 5, "count": 100, "turns": 300}
+    with pytest.raises(SystemExit, match="0"):
+        arguments(["--help"])
+    assert "usage: tests.simulation.engine_search [-h] first count [turns]" in capsys.readouterr().out

@@ -1,0 +1,289 @@
+"""An engine and its tiers, with a link that answers at once or when the test says so."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.workers.fake_link import FakeLink, FakeStore
+from tests.workers.fake_runner import FakeRunner, expected_tokens, make_engine
+from tests.workers.test_engine import ask
+from tournant.workers.engine import Engine
+from tournant.workers.messages import EngineRequest, RequestOutput
+from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.sampling_params import SamplingParams
+from tournant.workers.sequence import SequenceState
+from tournant.workers.transfer_messages import Fetch, Link, Load, Lookup, Save, Stash, Unstash
+
+
+class Tiered:
+    """An engine with a fake store below, which always restores: what the fake device computes costs nothing."""
+
+    def __init__(self, store: FakeStore, num_blocks: int = 16, credit: int = 16, **offload: object) -> None:
+        self.store = store
+        self.links: list[FakeLink] = []
+
+        def tiers(runner: FakeRunner) -> tuple[Link, OffloadConfig]:
+            self.links.append(FakeLink(runner, store, credit))
+            return self.links[-1], OffloadConfig("unused", **{"restore": "always"} | offload)  # type: ignore[arg-type]
+
+        self.engine = make_engine(num_blocks, tiers=tiers)
+        self.link = self.links[0]
+        self.outputs: dict[int, list[int]] = {}
+        self.first: dict[int, RequestOutput] = {}
+
+    def submit(self, number: int, prompt: list[int], **params: object) -> None:
+        """Queue one greedy request."""
+        fields = {"max_tokens": 4, "seed": 0, "ignore_eos": True} | params
+        self.book(self.engine.add_request(EngineRequest(number, prompt, SamplingParams(**fields))))  # type: ignore[arg-type]
+
+    def book(self, outputs: list[RequestOutput]) -> None:
+        """Sort outputs by request."""
+        for output in outputs:
+            self.first.setdefault(output.request_id, output)
+            self.outputs.setdefault(output.request_id, []).extend(output.token_ids)
+
+    def step(self) -> None:
+        """One turn, checked."""
+        self.book(self.engine.step())
+        self.engine.validate()
+
+    def rest(self) -> None:
+        """Run until nothing is left to compute and nothing to copy down."""
+        for _ in range(5000):
+            self.step()
+            if not self.engine.has_work and self.engine.stats().tiers.dirty_blocks == 0:
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def ask(self, number: int, prompt: list[int], **params: object) -> RequestOutput:
+        """One request, alone; its first output."""
+        self.submit(number, prompt, **params)
+        self.rest()
+        return self.first[number]
+
+
+def prompt_of(number: int, length: int = 41) -> list[int]:
+    return [number * 100 + token for token in range(length)]
+
+
+def test_what_left_the_device_comes_back_with_the_same_tokens() -> None:
+    tiered = Tiered(FakeStore())
+    for number in range(1, 6):
+        assert tiered.ask(number, prompt_of(number)).cached_by_tier == (0, 0, 0)
+    again = tiered.ask(11, prompt_of(1))
+    assert again.cached_tokens == 40
+    assert again.cached_by_tier == (0, 40, 0)
+    assert tiered.outputs[11] == tiered.outputs[1] == expected_tokens(prompt_of(1), 4)
+    assert tiered.engine.stats().tiers.host_hit_tokens == 40
+
+
+def test_hits_are_split_by_tier() -> None:
+    tiered = Tiered(FakeStore())
+    tiered.ask(1, prompt_of(1))
+    keys = list(tiered.store.images)
+    tiered.store.on_nvme = set(keys[3:])
+    tiered.engine.reset_prefix_cache()
+    assert tiered.ask(2, prompt_of(1)).cached_by_tier == (0, 24, 16)
+    tiered.ask(3, prompt_of(3, 100))  # pushes the tail out
+    partly = tiered.ask(4, prompt_of(1)).cached_by_tier
+    assert partly is not None
+    assert sum(partly) == 40
+    assert tiered.outputs[4] == tiered.outputs[1]
+
+
+def test_another_engine_and_a_restarted_one_restore_what_the_first_computed() -> None:
+    store = FakeStore()
+    first = Tiered(store)
+    first.ask(1, prompt_of(1))
+    second = Tiered(store)
+    assert second.ask(1, prompt_of(1)).cached_by_tier == (0, 40, 0)
+    assert second.outputs[1] == first.outputs[1]
+    assert not [order for order in second.link.orders if isinstance(order, Save)]  # it lies below already
+
+
+def test_others_run_while_a_request_restores() -> None:
+    tiered = Tiered(FakeStore(), num_blocks=32)
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.link.hold = (Load,)
+    tiered.submit(2, prompt_of(1))
+    tiered.step()
+    tiered.submit(3, prompt_of(3))
+    while 3 not in tiered.outputs or len(tiered.outputs[3]) < 4:
+        tiered.step()
+    assert 2 not in tiered.outputs
+    assert tiered.engine.stats().num_restoring == 1
+    tiered.link.hold = ()
+    tiered.link.let_go()
+    tiered.rest()
+    assert tiered.outputs[2] == tiered.outputs[1]
+    assert tiered.first[2].cached_by_tier == (0, 40, 0)
+
+
+@pytest.mark.parametrize("kind", [Lookup, Fetch, Load])
+def test_a_deadline_ends_the_wait_and_blocks_stay_held_until_the_copy_has_ended(kind: type) -> None:
+    tiered = Tiered(FakeStore(), lookup_ms=1, restore_ms=1)
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.link.hold = (kind,)
+    tiered.submit(2, prompt_of(1))
+    tiered.rest()
+    assert tiered.outputs[2] == tiered.outputs[1]
+    assert tiered.first[2].cached_tokens == 0
+    stats = tiered.engine.stats()
+    assert stats.tiers.late_lookups == (kind is Lookup)
+    assert stats.tiers.cut_restores == (kind is not Lookup)
+    assert stats.kv_used == (5 if kind is Load else 0)
+    tiered.link.let_go()
+    tiered.step()
+    assert tiered.engine.stats().kv_used == 0
+
+
+@pytest.mark.parametrize("kind", [Lookup, Fetch, Load])
+def test_a_request_that_is_cancelled_while_it_restores_leaves_nothing(kind: type) -> None:
+    tiered = Tiered(FakeStore())
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.link.hold = (kind,)
+    tiered.submit(2, prompt_of(1))
+    for _ in range(3):
+        tiered.step()
+    tiered.engine.abort(2)
+    tiered.engine.validate()
+    tiered.link.hold = ()
+    tiered.link.let_go()
+    tiered.rest()
+    assert tiered.engine.stats().kv_used == 0
+    assert tiered.engine.wait_s() is None
+
+
+def test_nothing_is_saved_twice_or_beyond_the_credit() -> None:
+    tiered = Tiered(FakeStore(), credit=2)
+    tiered.ask(1, prompt_of(1))
+    tiered.ask(2, prompt_of(1))
+    saves = [order for order in tiered.link.orders if isinstance(order, Save)]
+    assert all(len(save.entries) <= 2 for save in saves)
+    keys = [entry.key for save in saves for entry in save.entries]
+    assert len(keys) == len(set(keys)) == 5
+
+
+def test_a_lost_store_costs_only_time() -> None:
+    tiered = Tiered(FakeStore())
+    tiered.ask(1, prompt_of(1))
+    tiered.link.lose()
+    tiered.rest()
+    assert len(tiered.store.images) == 5  # what the device still has went down again
+    assert tiered.engine.stats().tiers.store_losses == 1
+    tiered.step()  # the copies have ended
+    assert tiered.engine.reset_prefix_cache()
+    assert tiered.ask(2, prompt_of(1)).cached_by_tier == (0, 40, 0)
+
+
+def test_failed_saves_are_tried_again_later() -> None:
+    tiered = Tiered(FakeStore())
+    tiered.link.fail_saves = True
+    tiered.submit(1, prompt_of(1))
+    while tiered.engine.has_work:
+        tiered.step()
+    tiered.step()
+    tiered.step()
+    wait = tiered.engine.wait_s()
+    assert tiered.engine.stats().tiers.dirty_blocks == 5
+    assert wait is not None
+    assert wait > 0
+    tiered.link.fail_saves = False
+    tiered.rest()
+    assert len(tiered.store.images) == 5
+
+
+def test_a_chain_counts_as_used_once_its_last_block_is_below() -> None:
+    tiered = Tiered(FakeStore())
+    tiered.link.hold = (Save,)
+    tiered.submit(1, prompt_of(1))
+    while tiered.engine.has_work:
+        tiered.step()
+    assert tiered.store.used == []
+    tiered.link.hold = ()
+    tiered.link.let_go()
+    tiered.rest()
+    (used,) = tiered.store.used
+    assert set(used) == set(tiered.store.images)
+    assert len(used) == 5
+
+
+def test_a_preempted_sequence_goes_on_from_below_with_its_growing_block() -> None:
+    tiered = Tiered(FakeStore(), num_blocks=10)
+    prompts = {number: prompt_of(number, 12) for number in range(1, 5)}
+    for number, prompt in prompts.items():
+        tiered.submit(number, prompt, max_tokens=40)
+    tiered.rest()
+    for number, prompt in prompts.items():
+        assert tiered.outputs[number] == expected_tokens(prompt, 40)
+    stats = tiered.engine.stats()
+    assert stats.num_preemptions
+    assert stats.tiers.swapped
+    assert stats.tiers.stashed
+    kinds = {type(order) for order in tiered.link.orders}
+    assert {Stash, Unstash} <= kinds
+    assert tiered.engine.stats().kv_used == 0
+
+
+def test_prompt_logprobs_and_forks_restore_nothing_but_answer_the_same() -> None:
+    tiered = Tiered(FakeStore(), num_blocks=32)
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.submit(2, prompt_of(1), n=3)
+    tiered.rest()
+    restoring = [order for order in tiered.link.orders if isinstance(order, Load)]
+    assert len(restoring) == 1  # the first answer; the others share its blocks
+
+
+def test_random_work_at_a_full_pool_equals_the_reference() -> None:
+    rng = random.Random(3)
+    store = FakeStore()
+    tiered = Tiered(store, num_blocks=14, credit=5)
+    wanted: dict[int, list[int]] = {}
+    for number in range(1, 200):
+        length = rng.randrange(1, 60)
+        prompt = prompt_of(rng.randrange(6), length)
+        count = rng.randrange(1, 40)
+        wanted[number] = expected_tokens(prompt, count)
+        tiered.submit(number, prompt, max_tokens=count)
+        for _ in range(rng.randrange(6)):
+            tiered.step()
+        if rng.random() < 0.03:
+            tiered.link.lose()
+        if rng.random() < 0.1 and store.images:
+            store.images.pop(rng.choice(list(store.images)))
+    tiered.rest()
+    assert tiered.outputs == wanted
+    assert tiered.engine.stats().tiers.host_hit_tokens > 500
+
+
+def test_an_engine_without_tiers_saves_nothing_and_says_so() -> None:
+    engine: Engine = make_engine(num_blocks=16)
+    assert ask(engine, 1, prompt_of(1))[0].cached_by_tier == (0, 0, 0)
+    stats = engine.stats().tiers
+    assert stats.attached == 0
+    assert stats.dirty_blocks == 0
+    assert SequenceState.RESTORING.value == "restoring"
+
+
+def test_a_request_cancelled_after_its_load_has_ended_leaves_nothing() -> None:
+    tiered = Tiered(FakeStore())
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.link.hold = (Load,)
+    tiered.submit(2, prompt_of(1))
+    while not tiered.link.held:
+        tiered.step()
+    tiered.link.let_go()
+    tiers = tiered.engine.scheduler.tiers
+    assert tiers is not None
+    for event in tiered.link.take_events():
+        tiers.on_event(event, 0.0)
+    tiered.engine.abort(2)
+    tiered.engine.validate()
+    assert tiered.engine.stats().kv_used == 0

@@ -1,0 +1,119 @@
+"""Faults that tests switch on (`offload_config.Faults`): slow, failing and damaged copies, and steps that end later.
+
+Owns nothing that a service uses. With all faults off nothing here is in the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import torch
+
+from tournant.workers.batch import Batch, PendingStep, StepResult
+from tournant.workers.transfer_messages import BlockImages
+
+if TYPE_CHECKING:
+    from tournant.workers.engine import Runner
+
+
+class BlockFaults:
+    """What goes wrong with the blocks of one direction. Counts blocks over all threads that copy."""
+
+    def __init__(
+        self, delay_ms: float, fail_every: int, flip_every: int, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self.active = bool(delay_ms or fail_every or flip_every)
+        self._delay_s = delay_ms / 1000
+        self._fail_every, self._flip_every = fail_every, flip_every
+        self._sleep = sleep
+        self._count = itertools.count(1)
+
+    def next_block(self) -> tuple[bool, bool]:
+        """Wait as long as a block has to; whether its copy fails, and whether its slot is to be damaged."""
+        number = next(self._count)
+        if self._delay_s:
+            self._sleep(self._delay_s)
+        fails = bool(self._fail_every) and number % self._fail_every == 0
+        return fails, bool(self._flip_every) and number % self._flip_every == 0
+
+
+def flip_bit(slot: memoryview) -> None:
+    """Damage a slot."""
+    slot[len(slot) // 2] ^= 1
+
+
+class _LaterStep:
+    """A step that another thread carries out. See `PendingStep`."""
+
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    def result(self) -> StepResult:
+        """Wait for the thread. Raises what the step raised."""
+        return self._future.result()
+
+
+class DelayedRunner:
+    """A runner whose steps are carried out in a thread of its own, each `delay_ms` late, in the order given."""
+
+    def __init__(self, runner: Runner, delay_ms: float, sleep: Callable[[float], object] = time.sleep) -> None:
+        self._runner = runner
+        self._delay_s = delay_ms / 1000
+        self._sleep = sleep
+        self._last: Future[StepResult] | None = None
+        self._thread = ThreadPoolExecutor(
+            1, "delayed-steps", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """As the runner's."""
+        return self._runner.num_in_flight
+
+    def run(self, batch: Batch) -> PendingStep:
+        """Begin one batch; returns at once."""
+        future = self._thread.submit(self._carry_out, batch)
+        self._last = future
+        return _LaterStep(future)
+
+    def settle(self) -> None:
+        """Return once all steps given so far are over. From any thread."""
+        if self._last is not None:
+            wait([self._last])
+
+    def _carry_out(self, batch: Batch) -> StepResult:
+        self._sleep(self._delay_s)
+        return self._runner.run(batch).result()
+
+
+class FollowingImages:
+    """`BlockImages` whose copies come after all steps given so far, on the CPU too, where a `DelayedRunner` is the only
+    thing that is not over when it was given.
+    """
+
+    def __init__(self, images: BlockImages, runner: DelayedRunner) -> None:
+        self._images = images
+        self._runner = runner
+
+    @property
+    def slot_bytes(self) -> int:
+        """See `BlockImages`."""
+        return self._images.slot_bytes
+
+    def image_bytes(self, depth: int) -> int:
+        """See `BlockImages`."""
+        return self._images.image_bytes(depth)
+
+    def save(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        """See `BlockImages`."""
+        self._runner.settle()
+        self._images.save(blocks, slots)
+
+    def load(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        """See `BlockImages`."""
+        self._runner.settle()
+        self._images.load(slots, blocks)

@@ -1,0 +1,152 @@
+"""One attached store, from `Attached` to the unmapping of its pool: which order and which reply goes where.
+
+Runs on the link's thread and never waits. Reads are link_reads.py's, saves and stashes link_saves.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import assert_never
+
+from tournant.kvstore.errors import StoreUnavailable
+from tournant.kvstore.events import Fetched, Opened
+from tournant.workers.attachment import Attachment
+from tournant.workers.copy_lanes import Job
+from tournant.workers.link_reads import LinkReads
+from tournant.workers.link_saves import LinkSaves
+from tournant.workers.transfer_messages import (
+    BlockImages,
+    Copied,
+    DropStash,
+    EndRead,
+    Event,
+    Fetch,
+    Found,
+    Load,
+    Lookup,
+    Order,
+    ReadEnded,
+    Save,
+    Saved,
+    Stash,
+    Stashed,
+    Unstash,
+    Unstashed,
+    Used,
+)
+
+_LOG = logging.getLogger("tournant.tiers")
+
+
+def refuse(order: Order, emit: Callable[[Event], None]) -> None:
+    """The answer to an order while there is no store."""
+    match order:
+        case Lookup():
+            emit(Found(order.read, b"", 0.0))
+            emit(ReadEnded(order.read, 0))
+        case Save():
+            emit(Copied(order.save, 0, 0.0))
+            emit(Saved(order.save, False, (), 0))
+        case Stash():
+            emit(Copied(order.stash, 0, 0.0))
+            emit(Stashed(order.stash, False))
+        case Unstash():
+            emit(Unstashed(order.stash, False))
+        case Fetch() | Load() | EndRead() | Used() | DropStash():
+            return
+        case _:
+            assert_never(order)
+
+
+class LinkSession:
+    """See the module."""
+
+    def __init__(self, attachment: Attachment, images: BlockImages) -> None:
+        self.attachment = attachment
+        self._reads = LinkReads(attachment)
+        self._saves = LinkSaves(attachment, images)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy, a report or a message is under way."""
+        at = self.attachment
+        return bool(at.num_copying or self._saves.num_reports or at.client.has_unsent)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the store is lost and no copy uses its memory any more."""
+        return bool(self.attachment.over) and not self.attachment.num_copying
+
+    def next_time(self) -> float:
+        """When `advance` must be called even if nothing arrives."""
+        return min(self.attachment.next_deadline(), self._saves.refill_at())
+
+    def advance(self) -> None:
+        """Take in what the store has sent; give it up when it is late."""
+        if not self.attachment.over:
+            self._guarded(self._advance)
+
+    def order(self, order: Order, since: float) -> None:
+        """Carry an order out, or begin to. since: when it was given."""
+        if self.attachment.over:
+            refuse(order, self.attachment.emit)
+        else:
+            self._guarded(lambda: self._order(order, since))
+
+    def job_ended(self, job: Job) -> None:
+        """A lane has told a job back."""
+        self._guarded(lambda: self.attachment.ended(job))
+
+    def lose(self, why: str) -> None:
+        """Nothing more is asked of the store: end what is open; what is being copied ends with its job."""
+        if not self.attachment.over:
+            self.attachment.over = why
+            self._reads.lose()
+            self._saves.lose()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Whatever goes wrong, the store counts as lost and everything open ends."""
+        try:
+            step()
+        except StoreUnavailable as error:
+            self.lose(str(error))
+        except Exception as error:  # a reply that makes no sense
+            _LOG.exception("the link to the store failed")
+            self.lose(f"{type(error).__name__}: {error}")
+
+    def _advance(self) -> None:
+        for message in self.attachment.client.take():
+            if isinstance(message, Opened):
+                self._reads.opened(message)
+            elif isinstance(message, Fetched):
+                self._reads.fetched(message)
+            else:
+                self._saves.reported(message)
+        if problem := self.attachment.problem():
+            self.lose(problem)
+        else:
+            self._saves.refill()
+
+    def _order(self, order: Order, since: float) -> None:
+        match order:
+            case Lookup():
+                self._reads.lookup(order, since)
+            case Fetch():
+                self._reads.fetch(order, since)
+            case Load():
+                self._reads.load(order, since)
+            case EndRead():
+                self._reads.end(order)
+            case Save():
+                self._saves.save(order, since)
+            case Used():
+                self.attachment.client.used(order.keys[: self.attachment.status.max_keys])
+            case Stash():
+                self._saves.stash(order, since)
+            case Unstash():
+                self._saves.unstash(order, since)
+            case DropStash():
+                self._saves.drop_stash(order)
+            case _:
+                assert_never(order)

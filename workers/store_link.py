@@ -1,0 +1,297 @@
+"""An engine's link to the node store: one thread that owns the store's client, and two lanes that copy.
+
+Owns the thread, its inbox, the way to a store (attach, attach again for ever) and the end. What is open with a store
+is link_session.py's, copies are copy_lanes.py's. Guarantees: transfer_messages.py.
+
+Invariants:
+ 1. The link's thread never waits but in `poll`, and never copies a block; attaching is done beside it.
+ 2. At most one session is open. Its pool is unmapped, and its `Detached` emitted, when no lane uses it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tournant.kvstore.admin import Status, StatusQuery
+from tournant.kvstore.block import Part
+from tournant.kvstore.client import TIMEOUT_S, Identity, StoreClient, ask, connect
+from tournant.kvstore.clients import TOO_MUCH_LENT
+from tournant.kvstore.config import PAGE_BYTES
+from tournant.kvstore.errors import StoreRefused, StoreUnavailable
+from tournant.kvstore.host_tier import PageLock
+from tournant.workers.attachment import Attachment
+from tournant.workers.copy_lanes import CopyLanes, Job
+from tournant.workers.link_session import LinkSession, refuse
+from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.transfer_messages import Attached, BlockImages, Detached, Event, Order
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
+MAX_CREDIT = 256  # slots, where nothing else is configured
+CREDIT_SHARE = 16  # one of so many slots of the pool
+_LOG = logging.getLogger("tournant.tiers")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkIdentity:
+    """Who the engine is to a store; as in `kvstore.client.Identity`."""
+
+    weights_id: bytes
+    kv_form: str
+    writer_id: int
+    part: Part
+    tenant_check: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    order: Order
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An attempt to attach has ended. client: None when it failed for this reason; refused: trying soon is no use."""
+
+    client: StoreClient | None
+    status: Status | None
+    reason: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """End, at the latest at this time."""
+
+    until: float
+
+
+class StoreLink:
+    """`Link` to the store at a socket, whether one listens there or not. See the module.
+
+    images: of the engine's blocks; wake: called from any thread when events are there to be taken; timeout_s: of every
+    request to the store; page_lock: see `HostMemory`; clock: seconds.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        identity: LinkIdentity,
+        images: BlockImages,
+        config: OffloadConfig,
+        wake: Callable[[], object],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        page_lock: PageLock | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket, self._identity, self._images, self._config = socket, identity, images, config
+        self._timeout_s, self._page_lock, self._clock = timeout_s, page_lock, clock
+        self._wake = wake
+        self._events: deque[Event] = deque()
+        self._inbox: deque[_Ordered | Job | _Found | _Close] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards `_gone` and the bell's end
+        self._gone = False
+        self._session: LinkSession | None = None
+        self._attaching = False
+        self._attach_at = clock()
+        self._retry_s = FIRST_RETRY_S
+        self._close_by: float | None = None
+        self._refusal = ""  # the last one that was logged
+        self._lanes = CopyLanes(images, config, self._emit, self._post, clock)
+        self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's side
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """See `Link`. After `close` orders are answered as without a store."""
+        now = self._clock()
+        with self._lock:
+            gone = self._gone
+            if not gone:
+                self._inbox.extend(_Ordered(order, now) for order in orders)
+                os.eventfd_write(self._bell, 1)
+        if gone:
+            for order in orders:
+                refuse(order, self._emit)
+
+    def take_events(self) -> list[Event]:
+        """See `Link`."""
+        found: list[Event] = []
+        with suppress(IndexError):
+            while True:
+                found.append(self._events.popleft())
+        return found
+
+    def close(self, flush_s: float) -> None:
+        """See `Link`: saves are answered, or the time is over; all that is open ends. Idempotent."""
+        self._post(_Close(self._clock() + flush_s))
+        self._thread.join()
+
+    def _emit(self, event: Event) -> None:
+        """From any thread."""
+        self._events.append(event)
+        self._wake()
+
+    def _post(self, what: Job | _Found | _Close) -> None:
+        """Into the inbox, from any thread; what comes after the end is dropped."""
+        with self._lock:
+            if not self._gone:
+                self._inbox.append(what)
+                os.eventfd_write(self._bell, 1)
+                return
+        if isinstance(what, _Found) and what.client is not None:
+            what.client.close()
+
+    # ---- the link's thread
+
+    def _run(self) -> None:
+        while not self._is_over():
+            self._wait()
+            while self._inbox:
+                self._take(self._inbox.popleft())
+            if self._session is not None:
+                self._session.advance()
+                self._detach_if_lost()
+            elif not self._attaching and self._close_by is None and self._clock() >= self._attach_at:
+                self._attaching = True
+                threading.Thread(target=self._attach, name="store-attach", daemon=True).start()
+        self._lanes.close()
+        with self._lock:
+            self._gone = True
+            os.close(self._bell)
+        while self._inbox:
+            self._take(self._inbox.popleft())
+
+    def _is_over(self) -> bool:
+        """Whether to end; once it is time to, what is open ends first."""
+        if self._close_by is None:
+            return False
+        session = self._session
+        if session is None:
+            return not self._inbox
+        if self._clock() >= self._close_by or not (session.busy or self._inbox):
+            session.lose("this link is closed")
+            self._detach_if_lost()
+        return self._session is None and not self._inbox
+
+    def _wait(self) -> None:
+        """Until something arrives or it is time for something."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        session, times = self._session, []
+        if session is not None and not session.attachment.over:
+            client = session.attachment.client
+            poll.register(client.fileno(), select.POLLIN | (select.POLLOUT if client.has_unsent else 0))
+            times.append(session.next_time())
+            if self._close_by is not None:
+                times.append(self._close_by)
+        if session is None and not self._attaching:
+            times.append(self._attach_at)
+        left = min(times, default=float("inf")) - self._clock()
+        poll.poll(None if left == float("inf") else max(0.0, left) * 1000)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _take(self, what: _Ordered | Job | _Found | _Close) -> None:
+        if isinstance(what, _Ordered):
+            if self._session is not None:
+                self._session.order(what.order, what.since)
+            else:
+                refuse(what.order, self._emit)
+        elif isinstance(what, Job):
+            if self._session is not None:  # it is there as long as a job is
+                self._session.job_ended(what)
+        elif isinstance(what, _Found):
+            self._attached(what)
+        else:
+            self._close_by = what.until if self._close_by is None else min(what.until, self._close_by)
+
+    # ---- a store comes and goes
+
+    def _attached(self, found: _Found) -> None:
+        self._attaching = False
+        client, status = found.client, found.status
+        if client is None or status is None:
+            self._retry_s = LAST_RETRY_S if found.refused else min(2 * self._retry_s, LAST_RETRY_S)
+            self._attach_at = self._clock() + self._retry_s
+            if found.refused and found.reason != self._refusal:
+                self._refusal = found.reason
+                _LOG.warning("the store at %s refuses this engine: %s", self._socket, found.reason)
+            return
+        if self._gone or self._close_by is not None:
+            client.close()
+            return
+        self._retry_s, self._refusal = FIRST_RETRY_S, ""
+        attachment = Attachment(client, status, self._identity.part, self._lanes, self._emit, self._clock)
+        self._session = LinkSession(attachment, self._images)
+        _LOG.info("attached to the store at %s with %d slots", self._socket, client.credit)
+        host_bytes = status.host_pages * PAGE_BYTES
+        self._emit(Attached(client.incarnation, client.credit, self._images.slot_bytes, host_bytes))
+
+    def _detach_if_lost(self) -> None:
+        session = self._session
+        if session is None or not session.ended:
+            return
+        self._session = None
+        self._attach_at = self._clock() + self._retry_s
+        reason = session.attachment.over
+        try:
+            session.attachment.client.close()
+        except RuntimeError:  # of a device that cannot undo a page lock
+            _LOG.exception("the pool of the lost store cannot be given back")
+        if self._close_by is None:
+            _LOG.warning("the store at %s is lost: %s", self._socket, reason)
+        self._emit(Detached(reason))
+
+    def _attach(self) -> None:
+        """Thread of one attempt: ends by the deadlines of two requests."""
+        try:
+            status = cast(Status, ask(self._socket, StatusQuery(), self._timeout_s))
+            found = _Found(self._connect(self._credit(status)), status)
+        except StoreRefused as error:
+            found = _Found(None, None, str(error), refused=True)
+        except StoreUnavailable as error:
+            found = _Found(None, None, str(error))
+        except Exception as error:
+            _LOG.exception("attaching to the store at %s failed", self._socket)
+            found = _Found(None, None, f"{type(error).__name__}: {error}")
+        self._post(found)
+
+    def _credit(self, status: Status) -> int:
+        if self._config.credit_blocks is not None:
+            return self._config.credit_blocks
+        slot_pages = -(-self._images.slot_bytes // PAGE_BYTES)
+        return max(1, min(MAX_CREDIT, status.host_pages // slot_pages // CREDIT_SHARE))
+
+    def _connect(self, credit: int) -> StoreClient:
+        """With half the credit as long as the store has too little room for it."""
+        who = self._identity
+        while True:
+            identity = Identity(
+                who.weights_id,
+                who.kv_form,
+                who.writer_id,
+                who.part,
+                (who.part,),
+                self._images.slot_bytes,
+                credit,
+                who.tenant_check,
+            )
+            try:
+                return connect(self._socket, identity, self._timeout_s, self._page_lock, waits=False)
+            except StoreRefused as error:
+                if credit == 1 or TOO_MUCH_LENT not in str(error):
+                    raise
+            credit //= 2
