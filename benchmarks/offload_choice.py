@@ -173,7 +173,7 @@ class VirtualLink:
         self._order = itertools.count()
         self._coming: list[tuple[float, int, Event]] = []  # a heap
         size = machine.block_bytes
-        self._tell(0.0, Attached(1, CREDIT, size, machine.host_blocks * size))
+        self._tell(0.0, Attached(1, (CREDIT,), size, machine.host_blocks * size))
 
     def submit(self, orders: Sequence[Order]) -> None:
         """See `Link`."""

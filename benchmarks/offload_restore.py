@@ -25,7 +25,7 @@ from benchmarks.offload_engine import BLOCK_TOKENS, Answer, TieredEngine, Tiers,
 from tournant.workers.models.families import read_decoder_config
 
 PREFIX, QUICK_PREFIX = 2048, 256
-TAIL = 8  # tokens behind the prefix, which are computed in any case
+TAIL = 1  # token behind the prefix, which is computed in any case
 MAX_OF_RECOMPUTE = {"from RAM": 1 / 50, "from disk": 1 / 10}
 EMULATED = (500_000_000, 65_000_000)
 DEPTH = 4  # reads of the raw disk at once
@@ -126,7 +126,7 @@ def _as_table(
         columns,
         rows,
         (
-            f"{num_bytes / 1e6:.0f} MB of KV and {TAIL} tokens that are computed each time; links {how}. One request "
+            f"{num_bytes / 1e6:.0f} MB of KV, and {TAIL} token that is computed each time; links {how}. One request "
             "at a time, blocks are checked on the way; every restored answer equals the computed one.",
             "Bound: matrix products of the prompt; bytes over one large copy; and over direct reads of blocks by "
             f"{DEPTH} threads before that; all measured in the same rounds.",

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import say
 from benchmarks.trace_replay import PolicyCache
@@ -110,8 +111,8 @@ def _sessions(path: Path) -> Workload:
     return Workload("claude code sessions", tuple(prompt for _, prompt in timed), note)
 
 
-def _first_sessions(path: Path) -> Iterable[Sequence[dict[str, object]]]:
-    sessions: dict[str, list[dict[str, object]]] = {}
+def _first_sessions(path: Path) -> Iterable[Sequence[dict[str, Any]]]:
+    sessions: dict[str, list[dict[str, Any]]] = {}
     with gzip.open(path, "rt") as file:
         for row in map(json.loads, file):
             if row["s"] not in sessions and len(sessions) == SESSIONS:

@@ -38,6 +38,7 @@ class Residency:
         self._resident_of: dict[int, dict[int, None]] = {}  # weights number -> gids in the policy
         self.on_places_lost: Callable[[Group], None] = lambda group: None
         self.on_left_host: Callable[[Group], None] = lambda group: None
+        self.on_changed: Callable[[bytes], object] | None = None  # a key came, left the pool or is gone (announcer.py)
 
     # ---- making room
 
@@ -113,12 +114,16 @@ class Residency:
         for copy in group.copies:
             self.detach_slot(copy)
         group.rows = None
+        if self.on_changed is not None:
+            self.on_changed(group.key)
 
     def drop(self, group: Group) -> None:
         """The group is unreadable from now on, on every tier of this node."""
         if group.dead:
             return
         self.num_dropped += 1
+        if self.on_changed is not None and group.complete:
+            self.on_changed(group.key)
         self._leave_policy(group)
         if any(copy.place is not None for copy in group.copies):
             self.on_places_lost(group)
@@ -148,6 +153,8 @@ class Residency:
         info = BlockInfo(group.held_bytes, group.cost_us, group.kind, group.depth, group.key)
         self.policy.insert(group.gid, info, now_us)
         group.in_policy = True
+        if self.on_changed is not None:
+            self.on_changed(group.key)
         self._resident_of.setdefault(group.weights, {})[group.gid] = None
 
     def touched(self, groups: list[Group], now_us: int) -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tournant.kvstore.announcer import Announcer, AnnouncerConfig
 from tournant.kvstore.config import StoreConfig
 from tournant.kvstore.disk_events import (
     CheckpointDone,
@@ -90,6 +91,7 @@ class StoreShell:
         self.core = NodeStore(config, int.from_bytes(os.urandom(8), "little"), tenant_check)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.nvme = nvme
+        self.announcer: Announcer | None = None
         self._tier: NvmeTier | None = None
         self._arrived: deque[DiskEvent | Verified | Callable[[], None]] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -139,7 +141,17 @@ class StoreShell:
         if self.until_tick_s() <= 0:
             self._next_tick_us = now_us() + TICK_US
             replies += self.handle(Tick())
+            if self.announcer is not None:
+                self.announcer.trim()
         return replies
+
+    def announce(self, config: AnnouncerConfig) -> Announcer:
+        """Have changes gathered for a directory from now on. What is polled from the announcer is the caller's to send;
+        another configuration makes a new one, the same gives the same.
+        """
+        if self.announcer is None or self.announcer.config != config:
+            self.announcer = Announcer(config, self.core.incarnation, self.core.residency, last_seq=now_us())
+        return self.announcer
 
     def until_tick_s(self) -> float:
         """Seconds until `pump` must be called even if nothing arrives."""

@@ -71,7 +71,9 @@ class Engine:
         self._tiers = None if offload is None else Tiering(offload, blocks, info.writer_id)
         self._clock = clock
         self._stalled = False  # the last step found nothing to compute
-        self.scheduler = Scheduler(config, blocks, info.eos_token_ids, self._tiers)
+        self.scheduler = scheduler = Scheduler(config, blocks, info.eos_token_ids, self._tiers)
+        if self._tiers is not None:
+            self._tiers.restores.queues = (scheduler.running, scheduler.restoring, scheduler.waiting)
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._most_in_flight = config.num_in_flight or runner.num_in_flight
         self._sequences: dict[int, list[Sequence]] = {}

@@ -31,6 +31,7 @@ from tournant.workers.engine import Engine
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.messages import (
     EngineInfo,
+    EngineStats,
     FrameBuffer,
     RequestOutput,
     StepMessage,
@@ -109,7 +110,7 @@ class EngineServer:
 
     def _serve(self, engine: Engine) -> None:
         failed, step = 0, 0
-        told_stats = engine.stats()
+        told_stats = EngineStats()
         while True:
             if (wait_s := engine.wait_s()) != 0:
                 self._wake.wait(wait_s)

@@ -139,7 +139,7 @@ class LinkReads:
             return
         job = CopyUp(
             read.number,
-            self._at.client.memory,
+            self._at.memory,
             order.blocks[: len(handles)],
             since,
             partial(self._copied, read, order.skip),

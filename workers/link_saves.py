@@ -1,6 +1,7 @@
-"""Blocks of an engine on their way into one attached store: saves with their reports, and stashes.
+"""Blocks of one kind on their way from an engine into one attached store: saves with their reports, and stashes.
 
-Owns which order holds which lent slot. Runs on the link's thread, never waits; the copies are copy_lanes.py's.
+Owns which order holds which slot that is lent to the client of that kind. Runs on the link's thread, never waits; the
+copies are copy_lanes.py's.
 
 Invariants:
  1. Every save and stash is answered once; a save that has lost slots to refusals or failed copies says how many it has
@@ -19,7 +20,6 @@ from tournant.kvstore.report_book import Lent as LentSlot
 from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import CopyDown, CopyUp
 from tournant.workers.transfer_messages import (
-    BlockImages,
     Copied,
     DropStash,
     Lent,
@@ -50,9 +50,11 @@ class _Saving:
 class LinkSaves:
     """See the module. Methods raise StoreUnavailable; then `lose` is to be called."""
 
-    def __init__(self, attachment: Attachment, images: BlockImages) -> None:
+    def __init__(self, attachment: Attachment, kind: int) -> None:
         self._at = attachment
-        self._images = images
+        self._kind = kind
+        self._client = attachment.clients[kind]
+        self._image_bytes = self._client.identity.slot_bytes
         self._jobs: dict[int, CopyDown | CopyUp] = {}
         self._saving: dict[int, _Saving] = {}  # saves whose reports are not answered
         self._reports: dict[int, tuple[_Saving, list[int]] | None] = {}  # None: asks only for slots
@@ -71,13 +73,13 @@ class LinkSaves:
         """Copy down what there are slots for; the rest is refused."""
         saving = _Saving(order)
         places: list[tuple[LentSlot, int]] = []
-        for index, entry in enumerate(order.entries):
-            lent = self._at.client.take_slot()
+        for index in range(len(order.entries)):
+            lent = self._client.take_slot()
             if lent is None:
                 saving.refused.append(index)
             else:
                 saving.indexes.append(index)
-                places.append((lent, self._images.image_bytes(entry.depth)))
+                places.append((lent, self._image_bytes))
         if not places:
             self._at.emit(Copied(order.save, 0, 0.0))
             self._at.emit(Saved(order.save, False, tuple(saving.refused), 0))
@@ -85,7 +87,7 @@ class LinkSaves:
         blocks = [order.entries[index].block for index in saving.indexes]
         job = CopyDown(
             order.save,
-            self._at.client.memory,
+            self._at.memory,
             blocks,
             since,
             partial(self._save_copied, saving),
@@ -104,7 +106,7 @@ class LinkSaves:
         indexes: list[int] = []
         for index, (lent, length), digest in zip(saving.indexes, job.places, job.checksums, strict=True):
             if digest is None:
-                self._at.client.put_back(lent)
+                self._client.put_back(lent)
                 saving.refused.append(index)
                 saving.num_lent += 1
                 continue
@@ -118,18 +120,18 @@ class LinkSaves:
         self._saving[job.number] = saving
         step = self._at.status.max_entries
         for start in range(0, len(entries), step):
-            seq = self._at.client.post(entries[start : start + step])
+            seq = self._client.post(entries[start : start + step])
             saving.left += 1
             self._reports[seq] = (saving, indexes[start : start + step])
-            self._at.expect("report", seq)
+            self._at.expect("report", seq, self._kind)
 
     def reported(self, message: Reported) -> None:
         """The store has answered a report."""
-        self._at.settle("report", message.seq)
+        self._at.settle("report", message.seq, self._kind)
         found = self._reports.pop(message.seq, None)
         if found is None:
             if message.lent:
-                self._at.emit(Lent(len(message.lent)))
+                self._at.emit(Lent(len(message.lent), self._kind))
             return
         saving, indexes = found
         saving.refused += [indexes[place] for place in message.refused]
@@ -144,33 +146,33 @@ class LinkSaves:
 
     def refill_at(self) -> float:
         """When `refill` has something to do."""
-        short = self._at.client.num_lent < self._at.client.identity.credit
+        short = self._client.num_lent < self._client.identity.credit
         return self._refill_at if short and not self._reports else float("inf")
 
     def refill(self) -> None:
         """Ask for slots that are missing."""
         if self._at.clock() >= self.refill_at():
             self._refill_at = self._at.clock() + REFILL_S
-            seq = self._at.client.post(())
+            seq = self._client.post(())
             self._reports[seq] = None
-            self._at.expect("report", seq)
+            self._at.expect("report", seq, self._kind)
 
     # ---- stashes
 
     def stash(self, order: Stash, since: float) -> None:
         """Copy a block into a slot and keep it."""
-        lent = self._at.client.take_slot()
+        lent = self._client.take_slot()
         if lent is None:
             self._at.emit(Copied(order.stash, 0, 0.0))
             self._at.emit(Stashed(order.stash, False))
             return
         job = CopyDown(
             order.stash,
-            self._at.client.memory,
+            self._at.memory,
             [order.block],
             since,
             self._stash_copied,
-            places=[(lent, self._images.slot_bytes)],
+            places=[(lent, self._image_bytes)],
         )
         self._begin(job)
 
@@ -183,7 +185,7 @@ class LinkSaves:
             return
         (lent, length), (digest,) = job.places[0], job.checksums
         if digest is None or dropped:
-            self._at.client.put_back(lent)
+            self._client.put_back(lent)
             self._at.emit(Stashed(job.number, False, 1))
             return
         self._stashes[job.number] = Handle(0, 0, 0, length, lent.page, lent.generation, digest)
@@ -198,7 +200,7 @@ class LinkSaves:
             return
         job = CopyUp(
             order.stash,
-            self._at.client.memory,
+            self._at.memory,
             [order.block],
             since,
             self._unstashed,
@@ -211,7 +213,7 @@ class LinkSaves:
         del self._jobs[job.number]
         num_lent = 0
         if not self._at.over:
-            self._at.client.put_back(_slot_of(job.handles[0]))
+            self._client.put_back(_slot_of(job.handles[0]))
             num_lent = 1
         self._at.emit(Unstashed(job.number, job.good == 1, num_lent))
 
@@ -219,8 +221,8 @@ class LinkSaves:
         """The slot of a stash is free, now or once it is copied."""
         handle = self._stashes.pop(order.stash, None)
         if handle is not None:
-            self._at.client.put_back(_slot_of(handle))
-            self._at.emit(Lent(1))
+            self._client.put_back(_slot_of(handle))
+            self._at.emit(Lent(1, self._kind))
         elif order.stash in self._jobs:
             self._dropped.add(order.stash)
 

@@ -1,6 +1,6 @@
 """One attached store, from `Attached` to the unmapping of its pool: which order and which reply goes where.
 
-Runs on the link's thread and never waits. Reads are link_reads.py's, saves and stashes link_saves.py's.
+Runs on the link's thread and never waits. Reads are link_reads.py's, saves and stashes link_saves.py's, once per kind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tournant.workers.copy_lanes import Job
 from tournant.workers.link_reads import LinkReads
 from tournant.workers.link_saves import LinkSaves
 from tournant.workers.transfer_messages import (
-    BlockImages,
     Copied,
     DropStash,
     EndRead,
@@ -62,16 +61,16 @@ def refuse(order: Order, emit: Callable[[Event], None]) -> None:
 class LinkSession:
     """See the module."""
 
-    def __init__(self, attachment: Attachment, images: BlockImages) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
         self._reads = LinkReads(attachment)
-        self._saves = LinkSaves(attachment, images)
+        self._saves = [LinkSaves(attachment, kind) for kind in range(len(attachment.clients))]
 
     @property
     def busy(self) -> bool:
         """Whether a copy, a report or a message is under way."""
         at = self.attachment
-        return bool(at.num_copying or self._saves.num_reports or at.client.has_unsent)
+        return bool(at.num_copying or at.has_unsent or any(saves.num_reports for saves in self._saves))
 
     @property
     def ended(self) -> bool:
@@ -80,7 +79,7 @@ class LinkSession:
 
     def next_time(self) -> float:
         """When `advance` must be called even if nothing arrives."""
-        return min(self.attachment.next_deadline(), self._saves.refill_at())
+        return min(self.attachment.next_deadline(), *(saves.refill_at() for saves in self._saves))
 
     def advance(self) -> None:
         """Take in what the store has sent; give it up when it is late."""
@@ -103,7 +102,8 @@ class LinkSession:
         if not self.attachment.over:
             self.attachment.over = why
             self._reads.lose()
-            self._saves.lose()
+            for saves in self._saves:
+                saves.lose()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Whatever goes wrong, the store counts as lost and everything open ends."""
@@ -116,17 +116,19 @@ class LinkSession:
             self.lose(f"{type(error).__name__}: {error}")
 
     def _advance(self) -> None:
-        for message in self.attachment.client.take():
-            if isinstance(message, Opened):
-                self._reads.opened(message)
-            elif isinstance(message, Fetched):
-                self._reads.fetched(message)
-            else:
-                self._saves.reported(message)
+        for client, saves in zip(self.attachment.clients, self._saves, strict=True):
+            for message in client.take():
+                if isinstance(message, Opened):
+                    self._reads.opened(message)
+                elif isinstance(message, Fetched):
+                    self._reads.fetched(message)
+                else:
+                    saves.reported(message)
         if problem := self.attachment.problem():
             self.lose(problem)
-        else:
-            self._saves.refill()
+            return
+        for saves in self._saves:
+            saves.refill()
 
     def _order(self, order: Order, since: float) -> None:
         match order:
@@ -139,14 +141,14 @@ class LinkSession:
             case EndRead():
                 self._reads.end(order)
             case Save():
-                self._saves.save(order, since)
+                self._saves[order.kind].save(order, since)
             case Used():
                 self.attachment.client.used(order.keys[: self.attachment.status.max_keys])
             case Stash():
-                self._saves.stash(order, since)
+                self._saves[0].stash(order, since)
             case Unstash():
-                self._saves.unstash(order, since)
+                self._saves[0].unstash(order, since)
             case DropStash():
-                self._saves.drop_stash(order)
+                self._saves[0].drop_stash(order)
             case _:
                 assert_never(order)

@@ -84,12 +84,15 @@ class Read:
 
 
 class Restores:
-    """See the module. orders: where orders go; block_bytes: of a block in a slot; most_blocks: of all waiting reads."""
+    """See the module. orders: where orders go; block_bytes: of a block in a slot; most_blocks: of all waiting reads;
+    queues: the scheduler's lists of running, restoring and waiting sequences, which it alone changes.
+    """
 
     def __init__(self, config: OffloadConfig, blocks: BlockManager, costs: CostModel, orders: list[Order]) -> None:
         self.block_bytes = 1
         self.most_blocks = 0
         self.stats = TierStats()
+        self.queues: tuple[Sequence[Answer], Sequence[Answer], Sequence[Answer]] = ((), (), ())
         self._config = config
         self._blocks = blocks
         self._costs = costs
@@ -269,7 +272,8 @@ class Restores:
             return len(read.tiers)
         if self._config.restore == "never":
             return 0
-        choice = self._costs.choose(read.tiers, read.first, self.block_bytes, now)
+        busy_s = self._busy_s(read.answer)
+        choice = self._costs.choose(read.tiers, read.first, self.block_bytes, now, busy_s)
         self._count(
             chose_load=int(choice.count > 0),
             chose_recompute=int(choice.count == 0),
@@ -277,6 +281,21 @@ class Restores:
             estimated_recompute_seconds=choice.compute_s,
         )
         return choice.count
+
+    def _busy_s(self, answer: Answer) -> float:
+        """Seconds of prompts that the device computes before this one, in the order of the scheduler's lists."""
+        running, restoring, waiting = self.queues
+        tokens = self._blocks.block_tokens
+        ahead = [(other.num_scheduled, other.num_tokens) for other in running if other.num_to_schedule > 1]
+        ahead += [
+            ((len(other.block_table) + self.num_loading(other)) * tokens, other.num_tokens) for other in restoring
+        ]
+        for other in waiting:
+            if other is answer:
+                break
+            read = self._of.get(other)
+            ahead.append((0 if read is None else (read.first + read.count) * tokens, other.num_tokens))
+        return sum(self._costs.compute_s(start, stop) or 0.0 for start, stop in ahead)
 
     def on_fetched(self, event: Fetched, now: float) -> None:
         """The leading blocks that are in host slots can be loaded."""

@@ -1,11 +1,12 @@
-"""An engine's link to the node store: one thread that owns the store's client, and two lanes that copy.
+"""An engine's link to the node store: one thread that owns the store's clients, and two lanes that copy.
 
 Owns the thread, its inbox, the way to a store (attach, attach again for ever) and the end. What is open with a store
 is link_session.py's, copies are copy_lanes.py's. Guarantees: transfer_messages.py.
 
 Invariants:
  1. The link's thread never waits but in `poll`, and never copies a block; attaching is done beside it.
- 2. At most one session is open. Its pool is unmapped, and its `Detached` emitted, when no lane uses it any more.
+ 2. At most one session is open, with a client for each size of image, as a client has slots of one size. Its pool is
+    unmapped, and its `Detached` emitted, when no lane uses it any more.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import CopyLanes, Job
 from tournant.workers.link_session import LinkSession, refuse
 from tournant.workers.offload_config import OffloadConfig
-from tournant.workers.transfer_messages import Attached, BlockImages, Detached, Event, Order
+from tournant.workers.transfer_messages import Attached, BlockImages, Detached, Event, Order, writer_of
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
+MAX_DEPTH = 1 << 24  # of a block in its chain: the most tokens that lower_kv_dtype_from may name
 MAX_CREDIT = 256  # slots, where nothing else is configured
 CREDIT_SHARE = 16  # one of so many slots of the pool
 _LOG = logging.getLogger("tournant.tiers")
@@ -60,9 +62,9 @@ class _Ordered:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An attempt to attach has ended. client: None when it failed for this reason; refused: trying soon is no use."""
+    """An attempt to attach has ended. clients: none when it failed for this reason; refused: trying soon is no use."""
 
-    client: StoreClient | None
+    clients: tuple[StoreClient, ...]
     status: Status | None
     reason: str = ""
     refused: bool = False
@@ -95,6 +97,7 @@ class StoreLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket, self._identity, self._images, self._config = socket, identity, images, config
+        self._sizes = image_sizes(images)
         self._timeout_s, self._page_lock, self._clock = timeout_s, page_lock, clock
         self._wake = wake
         self._events: deque[Event] = deque()
@@ -151,8 +154,8 @@ class StoreLink:
                 self._inbox.append(what)
                 os.eventfd_write(self._bell, 1)
                 return
-        if isinstance(what, _Found) and what.client is not None:
-            what.client.close()
+        if isinstance(what, _Found):
+            _close(what.clients)
 
     # ---- the link's thread
 
@@ -192,8 +195,8 @@ class StoreLink:
         poll.register(self._bell, select.POLLIN)
         session, times = self._session, []
         if session is not None and not session.attachment.over:
-            client = session.attachment.client
-            poll.register(client.fileno(), select.POLLIN | (select.POLLOUT if client.has_unsent else 0))
+            for client in session.attachment.clients:
+                poll.register(client.fileno(), select.POLLIN | (select.POLLOUT if client.has_unsent else 0))
             times.append(session.next_time())
             if self._close_by is not None:
                 times.append(self._close_by)
@@ -222,8 +225,8 @@ class StoreLink:
 
     def _attached(self, found: _Found) -> None:
         self._attaching = False
-        client, status = found.client, found.status
-        if client is None or status is None:
+        clients, status = found.clients, found.status
+        if not clients or status is None:
             self._retry_s = LAST_RETRY_S if found.refused else min(2 * self._retry_s, LAST_RETRY_S)
             self._attach_at = self._clock() + self._retry_s
             if found.refused and found.reason != self._refusal:
@@ -231,14 +234,15 @@ class StoreLink:
                 _LOG.warning("the store at %s refuses this engine: %s", self._socket, found.reason)
             return
         if self._gone or self._close_by is not None:
-            client.close()
+            _close(clients)
             return
         self._retry_s, self._refusal = FIRST_RETRY_S, ""
-        attachment = Attachment(client, status, self._identity.part, self._lanes, self._emit, self._clock)
-        self._session = LinkSession(attachment, self._images)
-        _LOG.info("attached to the store at %s with %d slots", self._socket, client.credit)
+        attachment = Attachment(clients, status, self._identity.part, self._lanes, self._emit, self._clock)
+        self._session = LinkSession(attachment)
+        credit = tuple(client.credit for client in clients)
+        _LOG.info("attached to the store at %s with %s slots", self._socket, " and ".join(map(str, credit)))
         host_bytes = status.host_pages * PAGE_BYTES
-        self._emit(Attached(client.incarnation, client.credit, self._images.slot_bytes, host_bytes))
+        self._emit(Attached(clients[0].incarnation, credit, self._images.slot_bytes, host_bytes))
 
     def _detach_if_lost(self) -> None:
         session = self._session
@@ -247,10 +251,7 @@ class StoreLink:
         self._session = None
         self._attach_at = self._clock() + self._retry_s
         reason = session.attachment.over
-        try:
-            session.attachment.client.close()
-        except RuntimeError:  # of a device that cannot undo a page lock
-            _LOG.exception("the pool of the lost store cannot be given back")
+        _close(session.attachment.clients)
         if self._close_by is None:
             _LOG.warning("the store at %s is lost: %s", self._socket, reason)
         self._emit(Detached(reason))
@@ -261,12 +262,12 @@ class StoreLink:
             status = cast(Status, ask(self._socket, StatusQuery(), self._timeout_s))
             found = _Found(self._connect(self._credit(status)), status)
         except StoreRefused as error:
-            found = _Found(None, None, str(error), refused=True)
+            found = _Found((), None, str(error), refused=True)
         except StoreUnavailable as error:
-            found = _Found(None, None, str(error))
+            found = _Found((), None, str(error))
         except Exception as error:
             _LOG.exception("attaching to the store at %s failed", self._socket)
-            found = _Found(None, None, f"{type(error).__name__}: {error}")
+            found = _Found((), None, f"{type(error).__name__}: {error}")
         self._post(found)
 
     def _credit(self, status: Status) -> int:
@@ -275,23 +276,46 @@ class StoreLink:
         slot_pages = -(-self._images.slot_bytes // PAGE_BYTES)
         return max(1, min(MAX_CREDIT, status.host_pages // slot_pages // CREDIT_SHARE))
 
-    def _connect(self, credit: int) -> StoreClient:
-        """With half the credit as long as the store has too little room for it."""
-        who = self._identity
+    def _connect(self, credit: int) -> tuple[StoreClient, ...]:
+        """A client for each size of image, which share the credit; with half of it as long as the store has too little
+        room for it. Raises StoreRefused, StoreUnavailable: then none is attached.
+        """
         while True:
-            identity = Identity(
-                who.weights_id,
-                who.kv_form,
-                who.writer_id,
-                who.part,
-                (who.part,),
-                self._images.slot_bytes,
-                credit,
-                who.tenant_check,
-            )
+            clients: list[StoreClient] = []
             try:
-                return connect(self._socket, identity, self._timeout_s, self._page_lock, waits=False)
+                for kind, size in enumerate(self._sizes):
+                    page_lock = None if clients else self._page_lock
+                    identity = self._identity_of(kind, size, max(1, credit // len(self._sizes)))
+                    clients.append(connect(self._socket, identity, self._timeout_s, page_lock, waits=False))
+                if len({client.incarnation for client in clients}) > 1:
+                    raise StoreUnavailable("the store was started anew between two clients")
+                return tuple(clients)
             except StoreRefused as error:
-                if credit == 1 or TOO_MUCH_LENT not in str(error):
+                _close(clients)
+                if credit <= len(self._sizes) or TOO_MUCH_LENT not in str(error):
                     raise
+            except BaseException:
+                _close(clients)
+                raise
             credit //= 2
+
+    def _identity_of(self, kind: int, slot_bytes: int, credit: int) -> Identity:
+        who = self._identity
+        writer_id = writer_of(who.writer_id, kind)
+        return Identity(
+            who.weights_id, who.kv_form, writer_id, who.part, (who.part,), slot_bytes, credit, who.tenant_check
+        )
+
+
+def _close(clients: Sequence[StoreClient]) -> None:
+    """End all of them."""
+    for client in clients:
+        try:
+            client.close()
+        except RuntimeError:  # of a device that cannot undo a page lock
+            _LOG.exception("the pool of a store cannot be given back")
+
+
+def image_sizes(images: BlockImages) -> tuple[int, ...]:
+    """Bytes of the images of each kind of block: one size, or that of a chain's first blocks and that of later ones."""
+    return tuple(dict.fromkeys((images.image_bytes(0), images.image_bytes(MAX_DEPTH))))

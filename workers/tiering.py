@@ -1,13 +1,14 @@
 """The tiers below the device, as an engine sees them: what goes down and when, what comes back, what it is worth.
 
-Owns the orders to the link and what its events mean; versions of what is published; the choice of blocks to save. What
-comes back is restores.py's, growing blocks of preempted sequences stashes.py's. Does not own sequences or blocks: it is
-asked by `Scheduler`, and holds blocks in `BlockManager` while they are copied. Pure: time is an argument, in seconds.
+Owns the orders to the link and what its events mean; the choice of blocks to save. What comes back is restores.py's,
+growing blocks of preempted sequences stashes.py's, versions and credit write_credit.py's. Does not own sequences or
+blocks: it is asked by `Scheduler`, and holds blocks in `BlockManager` while they are copied. Pure: time is an argument,
+in seconds.
 
 Invariants (checked by `validate`):
  1. A block is held from the order to copy it until `Copied`.
  2. A version names one save of one block; only sealed blocks are saved, so only what an earlier step finished.
- 3. Orders to save never exceed the credit.
+ 3. Orders to save never exceed the credit; the blocks of one are of one kind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.kvstore.policies.watermarks import Watermarks
-from tournant.kvstore.write_group import WriteGroup
 from tournant.workers.batch import Batch
 from tournant.workers.block_manager import BlockManager, CopyState
 from tournant.workers.cost_model import CostModel
@@ -48,8 +48,10 @@ from tournant.workers.transfer_messages import (
     Unstashed,
     Used,
 )
+from tournant.workers.write_credit import WriteCredit
 
 SAVE_BLOCKS = 32  # of one order: the device blocks of a save are given back together
+SEARCHED_BLOCKS = 1024  # the coldest, among which those are looked for whose kind has credit
 MAX_ALLOWANCE_S = 0.1  # of copying that may be saved up below the watermarks
 FIRST_COPY_RATE = 2e9  # bytes per second, until a copy was seen
 RETRY_S, MAX_RETRY_S = 0.1, 5.0  # after a save failed
@@ -68,6 +70,7 @@ class Restored:
 @dataclass(slots=True)
 class _Saving:
     entries: tuple[SaveEntry, ...]
+    kind: int
     copied: bool = False
 
 
@@ -89,7 +92,7 @@ class Tiering:
         self.stashes = Stashes(blocks, self.orders, self._numbers)
         self.attached = False
         self._blocks = blocks
-        self._group = WriteGroup(writer_id, num_ranks=1)
+        self._group = WriteCredit(writer_id, blocks.blocks_for(config.lower_kv_dtype_from))
         self._watermarks = Watermarks(config.copy_start, config.copy_parallel, config.copy_stop, config.num_copiers)
         self._saving: dict[int, _Saving] = {}
         self._uses: OrderedDict[int, _Use] = OrderedDict()
@@ -107,7 +110,7 @@ class Tiering:
                 self._on_attached(event)
             case Detached():
                 self.attached = False
-                self._group.credits[0] = 0
+                self._group.detached()
                 self._count(store_losses=1)
                 self._blocks.nothing_is_below()
                 self.stashes.lost()
@@ -131,11 +134,11 @@ class Tiering:
                 self.stashes.on_unstashed(event)
                 self._group.replied(0, event.num_lent)
             case Lent():
-                self._group.replied(0, event.num_lent)
+                self._group.replied(event.kind, event.num_lent)
 
     def _on_attached(self, event: Attached) -> None:
         self.attached = True
-        self._group.credits[0] = event.credit
+        self._group.attached(event.credit)
         self.restores.block_bytes = event.slot_bytes
         self.restores.most_blocks = int(self.config.prefetch_share * event.host_bytes) // event.slot_bytes
 
@@ -232,12 +235,13 @@ class Tiering:
         # a lossy form would round the growing block, which is no cached one: it is computed again then
         tail = computed - full * self._blocks.block_tokens if self.config.lower_kv_dtype == "same" else 0
         dirty = [block for block in table[:full] if self._blocks.is_dirty(block)]
-        if len(dirty) + bool(tail) > self._group.credits[0]:
+        chosen = self._group.within(dirty, self._depth, len(dirty))
+        if sum(map(len, chosen)) < len(dirty) or len(chosen[0]) + bool(tail) > self._group.credits[0]:
             return
-        self._save(dirty, copiers=1)
+        self._save(chosen, copiers=1)
         self._count(swapped=1)
         if tail and not answer.num_in_flight:
-            self._group.credits[0] -= 1
+            self._group.take_one()
             self.stashes.keep(answer, table[full], computed)
             self._count(stashed=1)
 
@@ -295,19 +299,28 @@ class Tiering:
             self._allowance_s -= count * block_s
         if not count or now < self._retry_at:
             return
-        credit = self._group.credits[0]
-        self._count(skipped_saves=int(count > credit))
-        chosen = blocks.coldest_dirty(min(count, credit))
-        for start in range(0, len(chosen), SAVE_BLOCKS):
-            self._save(chosen[start : start + SAVE_BLOCKS], max(1, copiers))
+        chosen = self._coldest(count)
+        self._count(skipped_saves=int(count > sum(map(len, chosen))))
+        self._save(chosen, max(1, copiers))
 
-    def _save(self, chosen: Sequence[int], copiers: int) -> None:
-        if not chosen:
-            return
+    def _coldest(self, count: int) -> list[list[int]]:
+        """Up to `count` dirty blocks that there is credit for, by kind."""
+        credits = self._group.credits
+        searched = min(count, credits[0]) if len(credits) == 1 else SEARCHED_BLOCKS
+        return self._group.within(self._blocks.coldest_dirty(searched), self._depth, count)
+
+    def _depth(self, block: int) -> int:
+        return self._blocks.content(block)[1]
+
+    def _save(self, chosen: Sequence[Sequence[int]], copiers: int) -> None:
+        """Order blocks of each kind down."""
+        for kind, blocks in enumerate(chosen):
+            for start in range(0, len(blocks), SAVE_BLOCKS):
+                self._save_some(kind, blocks[start : start + SAVE_BLOCKS], copiers)
+
+    def _save_some(self, kind: int, chosen: Sequence[int], copiers: int) -> None:
         contents = [self._blocks.content(block) for block in chosen]
-        refs = self._group.mint([key for key, _ in contents])
-        if len(refs) != len(chosen):
-            raise InvariantViolation(f"{len(chosen)} blocks are to be saved with credit for {len(refs)}")
+        refs = self._group.mint(kind, [key for key, _ in contents])
         entries = []
         for block, ref, (_, depth) in zip(chosen, refs, contents, strict=True):
             start = depth * self._blocks.block_tokens
@@ -315,8 +328,8 @@ class Tiering:
             entries.append(SaveEntry(block, ref.key, ref.version, int(cost_s * 1e6), depth))
         self._blocks.begin_saving(chosen)
         number = next(self._numbers)
-        self._saving[number] = _Saving(tuple(entries))
-        self.orders.append(Save(number, tuple(entries), copiers))
+        self._saving[number] = _Saving(tuple(entries), kind)
+        self.orders.append(Save(number, tuple(entries), copiers, kind))
 
     def _on_copied(self, event: Copied, now: float) -> None:
         saving = self._saving.get(event.number)
@@ -342,7 +355,7 @@ class Tiering:
             self._blocks.end_saving(entry.block, entry.key, saved=index not in failed)
             if index not in failed:
                 self._arrived(entry.key)
-        self._group.replied(0, event.num_lent)
+        self._group.replied(saving.kind, event.num_lent)
         self._count(saved_blocks=len(saving.entries) - len(failed), refused_saves=len(failed))
         if not failed:
             self._retry_s = RETRY_S
@@ -355,7 +368,7 @@ class Tiering:
         """When something is to be done even if no event comes; None for never."""
         # one whose stash is on its way waits for that alone
         times = [time for answer, time in self.restores.deadlines() if not self.stashes.is_coming(answer)]
-        if self.attached and self._blocks.num_dirty and self._group.credits[0]:
+        if self.attached and any(self._coldest(1)):
             times.append(self._retry_at)
         return min(times, default=None)
 
@@ -399,10 +412,7 @@ class Tiering:
     def validate(self) -> None:
         """Recount. Raises InvariantViolation."""
         self.restores.validate()
-        if self._group.credits[0] < 0:
-            raise InvariantViolation(
-                f"{-self._group.credits[0]} more blocks were ordered down than there was credit for"
-            )
+        self._group.validate()
         versions = [entry.version for saving in self._saving.values() for entry in saving.entries]
         if len(set(versions)) != len(versions):
             raise InvariantViolation("two saves under way share a version")

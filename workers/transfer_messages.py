@@ -3,6 +3,9 @@
 Owns the words of that border; who decides is tiering.py's business, who carries out is store_link.py's. Orders are
 numbered by the engine: a number is never used twice, also not after the store was lost.
 
+Blocks are of one kind, or of two that differ in the bytes of their images: 0, the first ones of every chain, which stay
+as they are, and 1, the later ones, which are coded. Credit is counted per kind: a slot fits one alone.
+
 Guarantees of the link, whatever the store does:
  1. Every `Lookup` is answered by `Found` and ends with exactly one `ReadEnded`; after that the link touches no device
     block of it. `EndRead` makes that happen soon, whatever the read waits for.
@@ -22,6 +25,13 @@ from typing import Protocol
 from tournant.kvstore.block import Version
 
 HOST, NVME = 1, 2  # tiers in `Found`
+NUM_KINDS = 2  # of blocks, at most
+
+
+def writer_of(writer_id: int, kind: int) -> int:
+    """Writer id of an engine's blocks of a kind: to the store each slot size of an engine is a writer of its own."""
+    return writer_id ^ kind << 63
+
 
 # ---- orders
 
@@ -74,14 +84,15 @@ class SaveEntry:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy blocks into lent slots and report them as soon as they are copied; copiers: threads to copy with.
+    """Copy blocks of one kind into lent slots and report them as soon as they are copied; copiers: threads for that.
 
-    There is credit for all entries.
+    There is credit of this kind for all entries; their versions are those of its writer (`writer_of`).
     """
 
     save: int
     entries: tuple[SaveEntry, ...]
     copiers: int = 1
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,9 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Stash:
-    """Copy a block that is still growing into a lent slot and keep it there, unreported. Takes one of the credit."""
+    """Copy a block that is still growing into a lent slot and keep it there, unreported. Takes one of the credit of
+    kind 0.
+    """
 
     stash: int
     block: int
@@ -121,10 +134,12 @@ Order = Lookup | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropSt
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The store serves. credit: lent slots; slot_bytes: of one block; host_bytes: of the whole pool."""
+    """The store serves. credit: lent slots of each kind that there is; slot_bytes: of the largest image; host_bytes: of
+    the whole pool.
+    """
 
     incarnation: int
-    credit: int
+    credit: tuple[int, ...]
     slot_bytes: int
     host_bytes: int
 
@@ -191,7 +206,7 @@ class Copied:
 @dataclass(frozen=True, slots=True)
 class Saved:
     """The store answered a save. refused: indexes of entries it did not take, or that could not be copied; num_lent:
-    slots lent anew, theirs included. `ok` is False when the store was lost: nothing of it counts as saved.
+    slots of its kind lent anew, theirs included. `ok` is False when the store was lost: nothing of it counts as saved.
     """
 
     save: int
@@ -223,6 +238,7 @@ class Lent:
     """Slots lent anew beside the answers above (a dropped stash)."""
 
     num_lent: int
+    kind: int = 0
 
 
 Event = (
@@ -244,7 +260,8 @@ class Link(Protocol):
 
 
 class BlockImages(Protocol):
-    """Bytes of device blocks in the form in which they lie in slots. Called by one thread per direction.
+    """Bytes of device blocks in the form in which they lie in slots. Both directions may go on at once, and several
+    threads may save at once; one loads.
 
     slot_bytes: of the largest image.
     """
@@ -253,7 +270,7 @@ class BlockImages(Protocol):
     def slot_bytes(self) -> int: ...
 
     def image_bytes(self, depth: int) -> int:
-        """Bytes of the image of a block at a place of its chain."""
+        """Bytes of the image of a block at a place of its chain: the same for all, or fewer from some place on."""
 
     def save(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         """Write the images of device blocks into slots, complete when it returns; the length of a slot names its form.

@@ -124,7 +124,7 @@ class SimLink:
             return
         self.attached, self.free, self.owed = True, self.credit, 0
         host_bytes = self.store.room[1] * SLOT_BYTES
-        self.events.append(Attached(self.store.incarnation, self.credit, SLOT_BYTES, host_bytes))
+        self.events.append(Attached(self.store.incarnation, (self.credit,), SLOT_BYTES, host_bytes))
         self.world.count("attached")
 
     def lose_store(self) -> None:
@@ -319,8 +319,8 @@ class SimLink:
 
     def _save(self, order: Save) -> None:
         self._new_number(order.save, read=False)
-        if not order.entries:
-            self.world.violated("I4", f"save {order.save} saves nothing")
+        if not order.entries or order.kind:
+            self.world.violated("I4", f"save {order.save} saves nothing, or blocks of a kind that there is not")
         self._keys[-order.save] = tuple(entry.key for entry in order.entries)
         for entry in order.entries:
             self.world.check_sealed(order.save, entry)

@@ -47,12 +47,17 @@ class FakeStore:
 
 
 class FakeLink:
-    """See `Link`. hold: kinds of orders that are not answered until `let_go`; speed: bytes per second it claims."""
+    """See `Link`. credit: of each kind of block; hold: types of orders that are not answered until `let_go`; speed:
+    bytes per second it claims; free: slots that it has lent and no order has taken.
+    """
 
-    def __init__(self, runner: FakeRunner, store: FakeStore, credit: int = 16, speed: float = 1e12) -> None:
+    def __init__(
+        self, runner: FakeRunner, store: FakeStore, credit: tuple[int, ...] = (16,), speed: float = 1e12
+    ) -> None:
         self.runner = runner
         self.store = store
         self.credit = credit
+        self.free = list(credit)
         self.speed = speed
         self.hold: tuple[type, ...] = ()
         self.held: list[Order] = []
@@ -66,10 +71,21 @@ class FakeLink:
         """See `Link`."""
         for order in orders:
             self.orders.append(order)
+            self._take_slots(order)
             if isinstance(order, self.hold):
                 self.held.append(order)
             else:
                 self._carry_out(order)
+
+    def _take_slots(self, order: Order) -> None:
+        if isinstance(order, Save):
+            self.free[order.kind] -= len(order.entries)
+            writers = {entry.version.writer_id for entry in order.entries}
+            assert len(writers) == 1, "one kind, one writer"
+            assert (writers == {1}) == (order.kind == 0)
+        elif isinstance(order, Stash):
+            self.free[0] -= 1
+        assert min(self.free) >= 0, f"{order} has no credit"
 
     def let_go(self) -> None:
         """Answer what was held."""
@@ -91,6 +107,7 @@ class FakeLink:
         self._reads.clear()
         self._stashes.clear()
         self.store.images.clear()
+        self.free = list(self.credit)
         self._events += [Detached("lost"), Attached(2, self.credit, BLOCK_BYTES, 1000 * BLOCK_BYTES)]
 
     def _image(self, block: int) -> Image:
@@ -126,7 +143,7 @@ class FakeLink:
                 return  # it copies: the read ends with that
             case EndRead(read) if self._reads.pop(read, None) is not None:
                 self._events.append(ReadEnded(read, 0))
-            case Save(save, entries):
+            case Save(save, entries, _, kind):
                 for entry in entries if not self.fail_saves else ():
                     name = (entry.version.writer_id, entry.version.counter)
                     assert name not in self.store.versions
@@ -136,6 +153,7 @@ class FakeLink:
                     self.store.images[entry.key] = image
                 num_bytes = len(entries) * BLOCK_BYTES
                 self._events.append(Copied(save, num_bytes, num_bytes / self.speed))
+                self.free[kind] += len(entries)
                 self._events.append(Saved(save, not self.fail_saves, (), len(entries)))
             case Used(keys):
                 self.store.used.append(keys)
@@ -146,7 +164,8 @@ class FakeLink:
                 image = self._stashes.pop(stash, None)
                 if image is not None:
                     self._write(block, image)
-                self._events.append(Unstashed(stash, image is not None, 1))
-            case DropStash(stash):
-                self._stashes.pop(stash, None)
+                    self.free[0] += 1
+                self._events.append(Unstashed(stash, image is not None, int(image is not None)))
+            case DropStash(stash) if self._stashes.pop(stash, None) is not None:
+                self.free[0] += 1
                 self._events.append(Lent(1))

@@ -20,12 +20,14 @@ from tournant.workers.transfer_messages import Fetch, Link, Load, Lookup, Save, 
 class Tiered:
     """An engine with a fake store below, which always restores: what the fake device computes costs nothing."""
 
-    def __init__(self, store: FakeStore, num_blocks: int = 16, credit: int = 16, **offload: object) -> None:
+    def __init__(
+        self, store: FakeStore, num_blocks: int = 16, credit: int | tuple[int, ...] = 16, **offload: object
+    ) -> None:
         self.store = store
         self.links: list[FakeLink] = []
 
         def tiers(runner: FakeRunner) -> tuple[Link, OffloadConfig]:
-            self.links.append(FakeLink(runner, store, credit))
+            self.links.append(FakeLink(runner, store, credit if isinstance(credit, tuple) else (credit,)))
             return self.links[-1], OffloadConfig("unused", **{"restore": "always"} | offload)  # type: ignore[arg-type]
 
         self.engine = make_engine(num_blocks, tiers=tiers)
@@ -287,3 +289,96 @@ def test_a_request_cancelled_after_its_load_has_ended_leaves_nothing() -> None:
     tiered.engine.abort(2)
     tiered.engine.validate()
     assert tiered.engine.stats().kv_used == 0
+
+
+# ---- blocks of two kinds
+
+CODED = {"lower_kv_dtype": "fp8_e4m3", "lower_kv_dtype_from": 10}  # from the third block of 8 on
+
+
+def saves_of(tiered: Tiered) -> list[Save]:
+    return [order for order in tiered.link.orders if isinstance(order, Save)]
+
+
+def test_blocks_of_two_kinds_go_down_in_saves_of_one() -> None:
+    """The link checks credit and writer of each kind."""
+    tiered = Tiered(FakeStore(), num_blocks=32, credit=(1, 2), **CODED)
+    for number in (1, 2, 3):
+        tiered.ask(number, prompt_of(number))
+    depths = {
+        kind: [e.depth for save in saves_of(tiered) if save.kind == kind for e in save.entries] for kind in (0, 1)
+    }
+    assert {kind: sorted(found) for kind, found in depths.items()} == {
+        0: sorted([0, 1] * 3),
+        1: sorted([2, 3, 4] * 3),
+    }
+    assert max(len(save.entries) for save in saves_of(tiered)) == 2
+    tiered.engine.reset_prefix_cache()
+    assert tiered.ask(4, prompt_of(1)).cached_by_tier == (0, 40, 0)
+    assert tiered.outputs[4] == tiered.outputs[1]
+
+
+def test_with_one_kind_in_the_store_all_blocks_are_of_that() -> None:
+    tiered = Tiered(FakeStore(), credit=16, **CODED)
+    tiered.ask(1, prompt_of(1))
+    assert {save.kind for save in saves_of(tiered)} == {0}
+    assert sum(len(save.entries) for save in saves_of(tiered)) == 5
+
+
+def test_a_kind_without_credit_does_not_hold_up_the_other_and_costs_no_steps() -> None:
+    tiered = Tiered(FakeStore(), num_blocks=32, credit=(16, 1), **CODED)
+    tiered.link.hold = (Save,)
+    for number in (1, 2):
+        tiered.submit(number, prompt_of(number))
+    while tiered.engine.has_work:
+        tiered.step()
+    for _ in range(3):
+        tiered.step()
+    saved = {kind: sum(len(save.entries) for save in saves_of(tiered) if save.kind == kind) for kind in (0, 1)}
+    assert saved == {0: 4, 1: 1}
+    assert tiered.engine.stats().tiers.dirty_blocks == 5
+    assert tiered.engine.stats().tiers.skipped_saves > 0
+    assert tiered.engine.wait_s() is None, "nothing can be done before credit comes"
+    tiered.link.hold = ()
+    tiered.link.let_go()
+    tiered.rest()
+    assert len(tiered.store.images) == 10
+
+
+def test_a_preempted_sequence_of_two_kinds_goes_down_whole_or_not_at_all() -> None:
+    prompts = {number: prompt_of(number, 12) for number in range(1, 5)}
+    for credit in ((16, 16), (16, 0)):
+        tiered = Tiered(FakeStore(), num_blocks=10, credit=credit, copy_start=1.0, copy_parallel=1.0, **CODED)
+        for number, prompt in prompts.items():
+            tiered.submit(number, prompt, max_tokens=40)
+        while tiered.engine.has_work:
+            tiered.step()
+        for number, prompt in prompts.items():
+            assert tiered.outputs[number] == expected_tokens(prompt, 40)
+        stats = tiered.engine.stats()
+        assert stats.num_preemptions
+        assert (stats.tiers.swapped == stats.num_preemptions) == bool(credit[1])
+        assert {save.kind for save in saves_of(tiered)} == ({0, 1} if credit[1] else {0})
+        assert stats.tiers.stashed == 0, "a growing block would be rounded"
+
+
+def test_random_work_with_two_kinds_equals_the_reference() -> None:
+    rng = random.Random(5)
+    store = FakeStore()
+    tiered = Tiered(store, num_blocks=14, credit=(2, 3), **CODED)
+    wanted: dict[int, list[int]] = {}
+    for number in range(1, 200):
+        prompt, count = prompt_of(rng.randrange(6), rng.randrange(1, 60)), rng.randrange(1, 40)
+        wanted[number] = expected_tokens(prompt, count)
+        tiered.submit(number, prompt, max_tokens=count)
+        for _ in range(rng.randrange(6)):
+            tiered.step()
+        if rng.random() < 0.03:
+            tiered.link.lose()
+        if rng.random() < 0.1 and store.images:
+            store.images.pop(rng.choice(list(store.images)))
+    tiered.rest()
+    tiered.step()
+    assert tiered.outputs == wanted
+    assert tiered.engine.stats().tiers.host_hit_tokens > 500
+    assert tiered.link.free == [2, 3]
