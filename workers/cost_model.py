@@ -17,6 +17,7 @@ from tournant.workers.transfer_messages import HOST, NVME
 MIN_PREFILL_TOKENS = 16  # of a step that teaches something about prefill
 MEMORY = 0.95  # weight of what was known before an observation
 FORGIVE_S = 30.0  # a rate that was not observed for so long is tried again at twice its value
+MAX_DOUBLINGS = 20.0
 LATENCY_S = {HOST: 0.001, NVME: 0.003}
 
 
@@ -35,7 +36,8 @@ class _Rate:
     def at(self, now: float) -> float | None:
         if not self._seconds:
             return None
-        return self._bytes / self._seconds * 2 ** (max(0.0, now - self._seen) / FORGIVE_S)
+        doublings = min(max(0.0, now - self._seen) / FORGIVE_S, MAX_DOUBLINGS)
+        return self._bytes / self._seconds * 2**doublings
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,10 @@ def test_decodes_beside_a_prefill_are_not_charged_to_it() -> None:
     for _ in range(100):
         model.observe_step(512, 256.0, 8, 0.12)
     assert model.prefill_tokens_per_second == pytest.approx(5120, rel=0.05)
+
+
+def test_a_rate_that_was_not_seen_for_a_day_is_still_a_number() -> None:
+    model = taught(1e-4, 0.0, 2e9, 1e8)
+    rate = model.bytes_per_second(HOST, 86_400.0)
+    assert rate is not None
+    assert 2e9 < rate < 1e18
