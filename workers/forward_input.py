@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
@@ -64,10 +65,20 @@ class InputBuilder:
         self._tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
 
-    def build(self, batch: Batch) -> ForwardInput:
-        """Apply the batch's block updates and lay its tokens out row by row, sequences one after another."""
+    def digest(self, batch: Batch) -> int:
+        """xxh64 of the block tables of the batch's rows, its updates applied: equal on all shards of a replica."""
+        self._update(batch)
+        longest = max(start + count for start, count in zip(batch.starts, batch.counts, strict=True))
+        tables = self._tables[batch.rows, : -(-longest // self._layout.block_tokens)]
+        return xxhash.xxh64_intdigest(np.ascontiguousarray(tables).data)
+
+    def _update(self, batch: Batch) -> None:
         for row, first, blocks in batch.block_updates:
             self._tables[row, first : first + len(blocks)] = blocks
+
+    def build(self, batch: Batch) -> ForwardInput:
+        """Apply the batch's block updates and lay its tokens out row by row, sequences one after another."""
+        self._update(batch)
         rows = np.asarray(batch.rows, dtype=np.int64)
         starts = np.asarray(batch.starts, dtype=np.int64)
         counts = np.asarray(batch.counts, dtype=np.int64)

@@ -31,7 +31,7 @@ from tournant.workers.models.families import read_decoder_config
 from tournant.workers.models.linear import can_pack
 from tournant.workers.sampler import Logprobs, Sampled, Sampler
 from tournant.workers.warm_up import kinds_of_steps, largest_batch
-from tournant.workers.weights import Checkpoint, load_checkpoint
+from tournant.workers.weights import Tensors, load_checkpoint
 
 TORCH_DTYPES = {
     "auto": torch.bfloat16,
@@ -43,11 +43,11 @@ LOGPROB_ROWS = 64  # rows of prompt log-probabilities computed at once: bounds m
 SELF_CHECK_ROWS = (1, 7, 16, 300)
 
 
-class _Step:
+class DeviceStep:
     """A batch whose results are on their way from the device to the CPU. See `PendingStep`."""
 
     def __init__(self, device: Device, sampled: Sampled | None, prompts: dict[int, list[Logprobs]]) -> None:
-        self._sampled = sampled
+        self.sampled = sampled
         self._prompts = prompts
         tensors = [tensor for parts in prompts.values() for part in parts for tensor in part.tensors]
         if sampled is not None:
@@ -62,11 +62,11 @@ class _Step:
             for part in parts:
                 items += part.read(tensors[: len(part.tensors)])
                 tensors = tensors[len(part.tensors) :]
-        if self._sampled is not None:
+        if self.sampled is not None:
             result.token_ids = tensors[0].tolist()
-            if self._sampled.logprobs is not None:
-                found = self._sampled.logprobs.read(tensors[1:])
-                result.logprobs = dict(zip(self._sampled.wants, found, strict=True))
+            if self.sampled.logprobs is not None:
+                found = self.sampled.logprobs.read(tensors[1:])
+                result.logprobs = dict(zip(self.sampled.wants, found, strict=True))
         return result
 
 
@@ -77,6 +77,8 @@ class ModelRunner:
     and decode steps are captured. Raises ModelFormatError for unusable files, ConfigError for a configuration that does
     not fit model or machine.
     """
+
+    captures = True  # decode steps, where the device can
 
     def __init__(self, config: EngineConfig, files: ModelFiles, device: Device | None = None) -> None:
         # said outright, because Ray gives its workers OMP_NUM_THREADS=1 and the engine inherits it
@@ -113,11 +115,11 @@ class ModelRunner:
         )
         self.long_layout_id = self.decoder.layout(self.layout.block_tokens, self._kv_dtype, long=True).layout_id
 
-    def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Checkpoint]:
+    def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Tensors]:
         """What is in the folder. A subclass may make a model up."""
         return read_decoder_config(files.folder, self.config.max_model_len), load_checkpoint(files.folder)
 
-    def _multiplies_quantized(self, checkpoint: Checkpoint) -> bool:
+    def _multiplies_quantized(self, checkpoint: Tensors) -> bool:
         """Whether matrices stay as a GGUF file quantised them. Raises ConfigError when they must but cannot."""
         wanted, on_cpu = self.config.quantization, self.device.kind == "cpu"
         if wanted == "native" and not (checkpoint.has_quantized and on_cpu):
@@ -147,13 +149,17 @@ class ModelRunner:
         )
         self.sampler = Sampler(decoder.vocab_size, config.max_num_seqs, decoder.eos_token_ids, self.device)
         self.graphs: DecodeGraphs | None = None
-        num_blocks = self.device.pool_blocks(config, self.layout, self.run_largest_step)
+        num_blocks = self.agreed_blocks(self.device.pool_blocks(config, self.layout, self.run_largest_step))
         self.cache = KVCache(self.layout, num_blocks, self.device.torch_device)
         if config.deterministic:
             self.check_row_independence()
         sizes = self.device.graph_sizes(config.max_num_seqs)
         if sizes:
-            self.warm_up(() if config.deterministic else sizes, max_blocks)
+            self.warm_up(sizes if self.captures and not config.deterministic else (), max_blocks)
+
+    def agreed_blocks(self, num_blocks: int) -> int:
+        """Blocks of the pool, when this device has room for so many. A shard's runner asks the others."""
+        return num_blocks
 
     @property
     def num_in_flight(self) -> int:
@@ -187,14 +193,22 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Begin one batch: copies, then forward, then one token per sampling entry."""
+        step = self.begin(batch)
+        hidden = None if self.graphs is None else self.graphs.run(step)
+        if hidden is None:
+            hidden = self.decoder.forward(step, self.cache.tensor, kv_scales=self.cache.scales)
+        return self.finish(batch, step, hidden)
+
+    def begin(self, batch: Batch) -> ForwardInput:
+        """Rows and copies of a batch, and its inputs."""
         for state in batch.new_rows:
             self.sampler.start(state)
         if batch.copies:
             self.cache.copy_blocks(batch.copies)
-        step = self.inputs.build(batch)
-        hidden = None if self.graphs is None else self.graphs.run(step)
-        if hidden is None:
-            hidden = self.decoder.forward(step, self.cache.tensor, kv_scales=self.cache.scales)
+        return self.inputs.build(batch)
+
+    def finish(self, batch: Batch, step: ForwardInput, hidden: torch.Tensor) -> DeviceStep:
+        """What a batch yields, from the hidden states [num_rows, hidden] after the last norm."""
         prompts = {
             entry: self._prompt_logprobs(batch, hidden, entry, num_top, following)
             for entry, num_top, following in batch.prompt_logprobs
@@ -206,7 +220,7 @@ class ModelRunner:
             positions = np.asarray([batch.starts[entry] + batch.counts[entry] for entry in batch.sampling])
             sampled = self.sampler.sample(logits, rows, positions)
             self.inputs.remember(step, sampled.tokens)
-        return _Step(self.device, sampled, prompts)
+        return DeviceStep(self.device, sampled, prompts)
 
     def _sampling_logits(self, hidden: torch.Tensor, step: ForwardInput) -> torch.Tensor:
         rows = step.sample_rows
@@ -247,7 +261,7 @@ class ModelRunner:
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(most, self.decoder_config.hidden_size, generator=generator)
         hidden = hidden.to(self.device.torch_device, self.decoder.dtype)
-        wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        wanted: tuple[torch.Tensor, ...] | None = None
         for count in reversed(SELF_CHECK_ROWS):
             found = self._layer_and_head(hidden[:count])
             wanted = wanted or found
@@ -257,8 +271,8 @@ class ModelRunner:
                     f"bits among {count} rows than among {most}; use dtype float32 or deterministic: false"
                 )
 
-    def _layer_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row i as a sequence of one token through layer 0 and the head, padded as `run` does."""
+    def _layer_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Row i as a sequence of one token through layer 0 and the head, if it is here, padded as `run` does."""
         count, tokens = len(hidden), self.layout.block_tokens
         layout = KVLayout(1, self.layout.num_kv_heads, tokens, self.layout.head_size, self.layout.dtype)
         cache = KVCache(layout, count, self.device.torch_device)
@@ -278,4 +292,4 @@ class ModelRunner:
         padded = torch.zeros(rows, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
         padded[:count] = hidden
         out = self.decoder.layer(0, padded, padded.clone(), step, cache.tensor, cache_layer=0, kv_scales=cache.scales)
-        return out[:count], self._sampling_logits(out, step)
+        return (out[:count], self._sampling_logits(out, step)) if self.decoder_config.ends else (out[:count],)

@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,35 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1
 
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and no model takes: their values follow from the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a tensor: ranges of `rows` (its first axis) one after another, of each the range of `columns` (its
+    second axis), None for all of them; then `padding` rows of zeros.
+    """
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        for part in (*self.rows, *(() if self.columns is None else (self.columns,))):
+            if part.step != 1 or part.start < 0 or part.stop < part.start:
+                raise ValueError(f"{part} is no ascending range of whole numbers")
+
+
+class Tensors(Protocol):
+    """What a model takes its weights from. See `Checkpoint`."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def take_quantized(self, name: str, shape: tuple[int, int]) -> tuple[str, torch.Tensor] | None: ...
+
+    @property
+    def has_quantized(self) -> bool: ...
+
+    def unused(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +96,9 @@ class Checkpoint:
         """Dtype of a tensor in its file, as safetensors has it ("BF16"). Raises ModelFormatError when it is missing."""
         return self._entry(name).dtype
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as contiguous CPU memory of its own, converted to `dtype`.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> torch.Tensor:
+        """A tensor of `shape`, or the part of it that `cut` names, as contiguous CPU memory of its own, converted to
+        `dtype`. Of a part, no more than its rows' pages are read.
 
         Raises ModelFormatError naming the tensor when it is missing, of another shape or of a dtype that no weight can
         have, or when float16 cannot hold its values.
@@ -81,7 +111,7 @@ class Checkpoint:
         if entry.dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise ModelFormatError(f"{entry.file}: tensor {name} has the dtype {entry.dtype}; supported are {known}")
-        stored: torch.Tensor = self._open(entry.file).get_tensor(name)
+        stored = self._read(entry.file, name, cut)
         tensor = stored.to(dtype, copy=True)
         if dtype == torch.float16 and stored.dtype != dtype and not torch.isfinite(tensor).all():
             raise ModelFormatError(f"{entry.file}: tensor {name} exceeds float16; choose bfloat16 or float32")
@@ -93,11 +123,16 @@ class Checkpoint:
         """Whether any matrix can be had as it is quantised."""
         return bool(self._quantized)
 
-    def take_quantized(self, name: str, shape: tuple[int, int]) -> tuple[str, torch.Tensor] | None:
-        """A matrix of `shape` as its type (of KINDS) and its rows, uint8 [rows, bytes of a row], in memory of their
-        own; None when it cannot be had so. Raises ModelFormatError naming the tensor when it has another shape.
+    def take_quantized(
+        self, name: str, shape: tuple[int, int], cut: Cut | None = None
+    ) -> tuple[str, torch.Tensor] | None:
+        """A matrix of `shape`, or the part of it that `cut` names, as its type (of KINDS) and its rows, uint8 [rows,
+        bytes of a row], in memory of their own; None when it cannot be had so, as where the cut parts a group of
+        columns that share a scale. Raises ModelFormatError naming the tensor when it has another shape.
         """
-        if name not in self._quantized:
+        columns = None if cut is None else cut.columns
+        parts_groups = columns is not None and (columns.start % GROUP or columns.stop % GROUP)
+        if name not in self._quantized or parts_groups:
             return None
         kind, entry = self._quantized[name]
         wanted = (shape[0], shape[1] // GROUP * ROW_BYTES[kind])
@@ -106,9 +141,13 @@ class Checkpoint:
                 f"{entry.file}: tensor {name}.{kind} is {entry.dtype} {list(entry.shape)}; config.json makes it U8 "
                 f"{list(wanted)}"
             )
-        rows: torch.Tensor = self._open(entry.file).get_tensor(f"{name}.{kind}").clone()
+        if cut is not None and columns is not None:
+            row_bytes = ROW_BYTES[kind]
+            places = range(columns.start // GROUP * row_bytes, columns.stop // GROUP * row_bytes)
+            cut = Cut(cut.rows, places, cut.padding)
+        rows = self._read(entry.file, f"{name}.{kind}", cut)
         self._taken.add(name)
-        return kind, rows
+        return kind, rows.clone() if cut is None else rows
 
     def unused(self) -> list[str]:
         """Names that were never taken, sorted, without those known to be harmless."""
@@ -118,6 +157,26 @@ class Checkpoint:
         if name not in self._entries:
             raise ModelFormatError(f"tensor {name} is missing from the checkpoint; config.json and weights do not fit")
         return self._entries[name]
+
+    def _read(self, path: Path, name: str, cut: Cut | None) -> torch.Tensor:
+        """A tensor as the file has it: mapped, or, where it is cut, in memory of its own."""
+        file = self._open(path)
+        if cut is None:
+            whole: torch.Tensor = file.get_tensor(name)
+            return whole
+        source = file.get_slice(name)
+        shape = source.get_shape()
+        columns = () if cut.columns is None else (slice(cut.columns.start, cut.columns.stop),)
+        ends = [part.stop for part in cut.rows] + ([] if cut.columns is None else [cut.columns.stop])
+        sizes = [shape[0]] * len(cut.rows) + shape[1:2]
+        if any(end > size for end, size in zip(ends, sizes, strict=False)):
+            raise ModelFormatError(f"{path}: tensor {name} has the shape {shape}, which {cut} exceeds")
+        parts = [source[(slice(part.start, part.stop), *columns)] for part in cut.rows if len(part)]
+        width = () if len(shape) == 1 else (shape[1] if cut.columns is None else len(cut.columns),)
+        if cut.padding or not parts:
+            like = parts[0].dtype if parts else source[(slice(0, 1), *columns)].dtype
+            parts.append(torch.zeros((cut.padding, *width), dtype=like))
+        return torch.cat(parts)
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

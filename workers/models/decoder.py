@@ -6,7 +6,9 @@ sequences of a step, one after another; nothing here knows which row belongs to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch.nn.functional import embedding
 from tournant.kernels import ops
 from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.layout import KVLayout
+from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.forward_input import ForwardInput
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.linear import Linear, QuantizedLinear
-from tournant.workers.weights import Checkpoint
+from tournant.workers.models.split_layers import GatheredLinear, Product, Ranks, SplitEmbedding, SummedLinear
+from tournant.workers.weights import Tensors
 
 REVISION = "decoder-4"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
 
@@ -32,9 +36,9 @@ class LayerWeights:
     """
 
     qkv: Linear | QuantizedLinear
-    o: Linear | QuantizedLinear
+    o: Linear | QuantizedLinear | SummedLinear
     gate_up: Linear | QuantizedLinear
-    down: Linear | QuantizedLinear
+    down: Linear | QuantizedLinear | SummedLinear
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
     q_norm: torch.Tensor | None = None
@@ -52,7 +56,8 @@ class LayerWeights:
 
 
 class Decoder:
-    """A model on one device in one dtype. `forward` then `logits`; both are pure but for the KV they store.
+    """A model, or some of its layers, on one device in one dtype. `forward` then `logits`; both are pure but for the KV
+    they store.
 
     packed: weights in the layout that is multiplied fastest; a row's bits then depend on how many there are. native:
     matrices that the checkpoint has quantised are multiplied so, the others as ever. Layers go to the device one by
@@ -62,7 +67,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        checkpoint: Checkpoint,
+        checkpoint: Tensors,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -73,13 +78,35 @@ class Decoder:
         self.dtype = dtype
         self._ropes = [rope.table(config.max_model_len).to(device) for rope in config.ropes]
         self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[config.activation]
-        vocab_shape = (config.vocab_size, config.hidden_size)
-        self._embedding = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype).to(device)
+        self._embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._head: Product | None = None
+        self._table: torch.Tensor | None = None
+        if config.begins:
+            vocab_shape = (config.vocab_size, config.hidden_size)
+            self._table = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype).to(device)
+            self._embed = partial(embedding, weight=self._table)
         loader = _LayerLoader(config, checkpoint, dtype, packed, native)
-        self._layers = [loader.load(index).to(device) for index in range(config.num_layers)]
-        self._norm = loader.norm("model.norm.weight", config.hidden_size).to(device)
-        self._head = loader.head(self._embedding).to(device)
+        first = config.first_layer
+        self._layers = [loader.load(first + index).to(device) for index in range(config.num_layers)]
+        after = "model.norm" if config.ends else f"model.layers.{first + config.num_layers}.input_layernorm"
+        self._norm = loader.norm(f"{after}.weight", config.hidden_size).to(device)
+        if config.ends:
+            self._head = loader.head(self._table).to(device)
         self._fused = self._fuse() if native and ops.backend(device) == "c" else None
+
+    def join(self, ranks: Ranks) -> None:
+        """Compute from now on as one of several ranks, each of which holds a share of heads, inner columns and
+        vocabulary: its sums are parts of theirs.
+        """
+        self._fused = None
+        self._layers = [
+            replace(layer, o=SummedLinear(layer.o, ranks), down=SummedLinear(layer.down, ranks))
+            for layer in self._layers
+        ]
+        if self._table is not None:
+            self._embed = SplitEmbedding(self._table, ranks)
+        if self._head is not None:
+            self._head = GatheredLinear(self._head, ranks, self.config.vocab_size)
 
     def layout(self, block_tokens: int, kv_dtype: torch.dtype | None = None, *, long: bool = False) -> KVLayout:
         """How this model's KV lies in blocks of `block_tokens` tokens, of short or of long sequences. kv_dtype: None =
@@ -91,15 +118,20 @@ class Decoder:
         return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_size, dtype, digest)
 
     def forward(
-        self, step: ForwardInput, kv_cache: torch.Tensor, *, kv_scales: torch.Tensor | None = None
+        self,
+        step: ForwardInput,
+        kv_cache: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [num_rows, hidden] after the last norm; stores the KV of every row that has a slot.
 
-        kv_scales: of an e4m3 cache, see KVLayout.
+        kv_scales: of an e4m3 cache, see KVLayout. residual: what `forward` of the layers before returned, where these
+        are not the model's first, overwritten. Where they are not its last, returns that for the layers after.
         """
-        residual = embedding(step.input_ids, self._embedding)
-        if self.config.embedding_scale != 1.0:
-            residual.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
+        if residual is None:
+            residual = self._embedded(step.input_ids)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_eps)
         if self._fused is not None:
             ops.decoder_layers(
@@ -112,15 +144,24 @@ class Decoder:
                 step.slot_mapping,
                 kv_scales=kv_scales,
             )
-            return hidden
+            return hidden if self.config.ends else residual
         for index in range(len(self._layers)):
             hidden = self.layer(index, hidden, residual, step, kv_cache, cache_layer=index, kv_scales=kv_scales)
-        return hidden
+        return hidden if self.config.ends else residual
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._embed is None:
+            raise InvariantViolation("layers that are not the model's first were given no residual")
+        residual = self._embed(token_ids)
+        if self.config.embedding_scale != 1.0:
+            residual.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
+        return residual
 
     def _fuse(self) -> FusedLayers | None:
         """The layers for one call with the same bits; None when one has parts that such a call does not know."""
         config, parts = self.config, []
-        for index, (weights, kind) in enumerate(zip(self._layers, config.layers, strict=True)):
+        for index, weights in enumerate(self._layers):
+            kind = config.kind_of(index)
             qkv, o, gate_up, down = (
                 linear.matrix if isinstance(linear, QuantizedLinear) else None
                 for linear in (weights.qkv, weights.o, weights.gate_up, weights.down)
@@ -145,7 +186,7 @@ class Decoder:
         )
 
     def _norm_after(self, index: int) -> torch.Tensor:
-        """The norm that follows a layer."""
+        """The norm that follows a layer: of the last one here, the model's last or that before the layer after it."""
         return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
 
     def layer(
@@ -180,7 +221,7 @@ class Decoder:
         cache_layer: int,
         kv_scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        config, weights, kind = self.config, self._layers[index], self.config.layers[index]
+        config, weights, kind = self.config, self._layers[index], self.config.kind_of(index)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = weights.qkv(hidden).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -207,7 +248,9 @@ class Decoder:
         return weights.o(attended.view(-1, heads * size))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab] of hidden states [rows, hidden]."""
+        """float32 [rows, vocab] of hidden states [rows, hidden], where the model's last layer is."""
+        if self._head is None:
+            raise InvariantViolation("layers that are not the model's last have no logits")
         logits = self._head(hidden).float()
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
@@ -219,7 +262,7 @@ class _LayerLoader:
     """Reads layers by their HF names, joining what the decoder multiplies at once."""
 
     def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, packed: bool, native: bool
+        self, config: DecoderConfig, checkpoint: Tensors, dtype: torch.dtype, packed: bool, native: bool
     ) -> None:
         self._packed = packed
         self._native = native
@@ -262,14 +305,16 @@ class _LayerLoader:
             return self._checkpoint.take(name, (size,), torch.float32) + 1.0
         return self._checkpoint.take(name, (size,), self._dtype)
 
-    def head(self, embedding: torch.Tensor) -> Linear | QuantizedLinear:
-        """From hidden states to logits; `embedding` serves where the two are one."""
+    def head(self, table: torch.Tensor | None) -> Linear | QuantizedLinear:
+        """From hidden states to logits; the embedding's table serves where the two are one."""
         config = self._config
         name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         shape = (config.vocab_size, config.hidden_size)
         if self._native and (part := self._checkpoint.take_quantized(name, shape)) is not None:
             return QuantizedLinear([part], out_dtype=torch.float32)
-        weight = embedding if config.tied_embeddings else self._checkpoint.take(name, shape, self._dtype)
+        weight = table if table is not None and config.tied_embeddings else None
+        if weight is None:
+            weight = self._checkpoint.take(name, shape, self._dtype)
         return Linear(weight, None, packed=self._packed)
 
     def _joined(

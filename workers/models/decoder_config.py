@@ -35,6 +35,9 @@ class DecoderConfig:
     qk_norm: q and k are normalised per head before rotation; offset_norms: norms multiply by 1 + weight in fp32
     (Gemma); sandwich_norms: attention and MLP outputs are normalised before they are added; fused_projections: the
     checkpoint holds qkv and gate_up in one tensor each; softcaps: 0 = none; activation: of the gate.
+
+    Of a part of a model, num_layers counts its layers, the first of which is first_layer of all `layers`, and heads and
+    intermediate_size are those of the part; everything else is the whole model's.
     """
 
     num_layers: int
@@ -63,6 +66,21 @@ class DecoderConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    first_layer: int = 0
+
+    @property
+    def begins(self) -> bool:
+        """Whether the model's first layer, and so its embedding, is here."""
+        return self.first_layer == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the model's last layer, and so its head, is here."""
+        return self.first_layer + self.num_layers == len(self.layers)
+
+    def kind_of(self, index: int) -> LayerKind:
+        """What layer `index` of this part is."""
+        return self.layers[self.first_layer + index]
 
     @property
     def rope_switch(self) -> int:

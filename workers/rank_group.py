@@ -1,0 +1,391 @@
+"""One group of ranks that run a model together, over torch.distributed: who is in it, and how they speak.
+
+Owns the process groups of one writer id: a gloo group for agreeing while the model loads, one for control (the leader
+tells, all others hear), and for data one per stage (sums and joins), one from stage to stage, one for tokens on their
+way back. Data goes over NCCL on GPUs, over gloo otherwise. What is said is parallel_runner.py's business.
+
+Invariants:
+ 1. A group belongs to one (model, writer id); a set of ranks that is started anew forms another. Nothing of the old one
+    can reach the new one.
+ 2. Every wait is finite. A call that raises RankLost leaves a group that is good for nothing but `close`.
+ 3. The leader alone decides what is said; ranks never derive the number of collectives from what they measure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed re-exports them untyped
+
+from tournant.kvstore.errors import InvariantViolation
+from tournant.workers.errors import ConfigError
+from tournant.workers.parallel import Split
+
+CONTROL_BYTES = 16 << 10  # of the one buffer that carries a step; more goes in a second one
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_OUTSTANDING = 64  # sends that a rank leaves open; more than batches in flight need
+LENGTH = struct.Struct("<Q")
+TOKENS_TAG, SIZE_TAG, RESULT_TAG = 1, 2, 3
+
+
+class RankLost(RuntimeError):  # noqa: N818 - a state of the world
+    """A rank of the group ended, fell silent or failed; the group must be formed anew. Names the first cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place in a group. timeout_s: longest wait for one another at work; forming_s: the same while models
+    load. data: "gloo" or "nccl".
+    """
+
+    model: str
+    writer_id: int
+    split: Split
+    rank: int
+    data: str = "gloo"
+    timeout_s: float = 60.0
+    forming_s: float = 600.0
+
+
+def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:
+    """The place where ranks find one another, listening on the given address only; port 0: any, see `.port`.
+
+    It must outlive the groups formed by it.
+    """
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> TCPStore:
+    """The same place, from another process. Raises RankLost when it cannot be reached in time."""
+    with _lost(f"reach the group's store at {host}:{port}"):
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class StageRanks:
+    """The ranks of one stage; see `models.split_layers.Ranks`. ordered: sums are added up in the order of ranks, so
+    that a row's bits do not depend on the other rows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, rank: int, backend: str, *, ordered: bool) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._size = size
+        self._backend = backend
+        self._ordered = ordered
+        self.rank = rank
+
+    def leave(self) -> None:
+        """Let go of the group: connections end with the last hold on it."""
+        self._group = None
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, float32 inside in ordered mode. Raises RankLost."""
+        if self._ordered:
+            parts = self.gather(part)
+            total = parts[0].float()
+            for rank in range(1, self._size):
+                total = total.add_(parts[rank])
+            return total.to(part.dtype)
+        moved = part.cpu() if self._backend == "gloo" else part
+        with _lost("add up with the other ranks"):
+            dist.all_reduce(moved, group=self._group)
+        return moved.to(part.device)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """[ranks, N, M] of every rank's [N, M]. Raises RankLost."""
+        moved = part.cpu() if self._backend == "gloo" else part
+        parts = torch.empty((self._size, *part.shape), dtype=part.dtype, device=moved.device)
+        with _lost("gather from the other ranks"):
+            dist.all_gather(list(parts.unbind(0)), moved.contiguous(), group=self._group)
+        return parts.to(part.device)
+
+
+class Arrival:
+    """Something that is on its way to this rank."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        """It, once it is here. Raises RankLost."""
+        if self._work is not None:
+            with _lost("receive from another stage"):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+class Pipe:
+    """From a rank to its likes in other stages: hidden states forward, tokens and log-probabilities back to stage 0.
+
+    Sends return at once, whether or not anyone receives yet. All raise RankLost.
+    """
+
+    def __init__(self, member: Membership, forward: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
+        split, rank = member.split, member.rank
+        self._forward: dist.ProcessGroup | None = forward
+        self._back: dist.ProcessGroup | None = back
+        self._backend = member.data
+        self._next, self._previous = rank + split.tensor, rank - split.tensor
+        self._first, self._last = rank % split.tensor, rank % split.tensor + split.size - split.tensor
+        self._open: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def leave(self) -> None:
+        """Let go of the groups: connections end with the last hold on them."""
+        self._forward = self._back = None
+        self._open.clear()
+
+    def send_on(self, residual: torch.Tensor) -> None:
+        """To the stage after this one."""
+        moved = residual.cpu() if self._backend == "gloo" else residual
+        self._send(moved.contiguous(), self._next, self._forward, 0)
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From the stage before this one."""
+        found = torch.empty(shape, dtype=dtype, device="cpu" if self._backend == "gloo" else device)
+        with _lost("receive from the stage before"):
+            dist.recv(found, self._previous, group=self._forward)
+        return found.to(device)
+
+    def return_tokens(self, tokens: torch.Tensor) -> None:
+        """Tokens int64 [N] of a step, from the last stage."""
+        self._send(tokens.cpu(), self._first, self._back, TOKENS_TAG)
+
+    def expect_tokens(self, count: int) -> Arrival:
+        """Tokens int64 [count] that stage 0 is to get; asked for in the order of steps."""
+        tokens = torch.empty(count, dtype=torch.int64)
+        with _lost("expect tokens"):
+            return Arrival(tokens, dist.irecv(tokens, self._last, group=self._back, tag=TOKENS_TAG))
+
+    def return_message(self, message: list[Any]) -> None:
+        """Anything of plain types, from the last stage."""
+        data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
+        self._send(torch.tensor([len(data)]), self._first, self._back, SIZE_TAG)
+        self._send(data, self._first, self._back, RESULT_TAG)
+
+    def take_message(self) -> list[Any]:
+        """What `return_message` sent; waits for it."""
+        size = torch.empty(1, dtype=torch.int64)
+        with _lost("receive a result"):
+            dist.recv(size, self._last, group=self._back, tag=SIZE_TAG)
+            data = torch.empty(_checked_size(int(size)), dtype=torch.uint8)
+            dist.recv(data, self._last, group=self._back, tag=RESULT_TAG)
+        message: list[Any] = _unpack(data)
+        return message
+
+    def _send(self, tensor: torch.Tensor, to: int, group: dist.ProcessGroup | None, tag: int) -> None:
+        with _lost("send to another stage"):
+            self._open.append((dist.isend(tensor, to, group=group, tag=tag), tensor))
+            _reap(self._open)
+
+
+class RankGroup:
+    """The ranks of one replica under one writer id. One per process at a time, since torch has one default group.
+
+    Formed when constructed. Raises ConfigError when ranks do not all have the same `weights_id`, RankLost when one does
+    not come within `forming_s`. ordered: see `StageRanks`.
+    """
+
+    def __init__(self, member: Membership, store: Store, weights_id: bytes, *, ordered: bool) -> None:
+        self.member = member
+        self._store = PrefixStore(f"{member.model}/{member.writer_id:016x}", store)
+        self._lock = threading.Lock()
+        self._open: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+        self._ended = threading.Event()
+        self._told = threading.Event()  # since the last look of the thread that keeps the group awake
+        self._lost: RankLost | None = None
+        self._keeper: threading.Thread | None = None
+        self._control: dist.ProcessGroup | None = None
+        self.stage: StageRanks | None = None
+        self.pipe: Pipe | None = None
+        split, rank, forming = member.split, member.rank, timedelta(seconds=member.forming_s)
+        with _lost("form a group"):
+            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=split.size, timeout=forming)
+        try:
+            self.agree("weights_id", weights_id)
+            with _lost("form the groups of a split"):
+                self._control = self._group(list(range(split.size)), "gloo")
+                self.stage, self.pipe = self._data_groups(ordered)
+        except BaseException:
+            self.close()
+            raise
+
+    def _group(self, ranks: list[int], backend: str) -> Any:
+        timeout = timedelta(seconds=self.member.timeout_s)
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
+
+    def _data_groups(self, ordered: bool) -> tuple[StageRanks | None, Pipe | None]:
+        """Every rank makes every group, in the same order."""
+        member, split = self.member, self.member.split
+        stage, pipe = None, None
+        if split.tensor > 1:
+            groups = [self._group(list(split.ranks_of(index)), member.data) for index in range(split.pipeline)]
+            mine, place = groups[split.stage_of(member.rank)], member.rank % split.tensor
+            stage = StageRanks(mine, split.tensor, place, member.data, ordered=ordered)
+        if split.pipeline > 1:
+            everyone = list(range(split.size))
+            pipe = Pipe(member, self._group(everyone, member.data), self._group(everyone, "gloo"))
+        return stage, pipe
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that tells."""
+        return self.member.rank == 0
+
+    def agree(self, what: str, value: bytes) -> None:
+        """Return when all ranks called this with the same value. Raises ConfigError naming those that differ from rank
+        0, RankLost.
+        """
+        own = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.member.split.size)]
+        with _lost(f"agree on {what}"):
+            dist.all_gather(parts, own)
+        if others := [rank for rank, part in enumerate(parts) if not torch.equal(part, parts[0])]:
+            raise ConfigError(
+                f"ranks {', '.join(map(str, others))} of {self.member.model} have another {what} than rank 0; all need "
+                "the same"
+            )
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' values; all must call. Raises RankLost."""
+        found = torch.tensor([value])
+        with _lost("agree on a number"):
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks called this. Raises RankLost."""
+        with _lost("wait for all ranks"):
+            dist.barrier()
+
+    def start(self) -> None:
+        """Everyone is ready: from now on a leader without anything to tell says so in time. Raises RankLost."""
+        self.wait_for_all()
+        if self.leads:
+            self._keeper = threading.Thread(target=self._keep_awake, daemon=True, name="keep-awake")
+            self._keeper.start()
+
+    def _keep_awake(self) -> None:
+        while not self._ended.wait(self.member.timeout_s / 4):
+            if self._told.is_set():
+                self._told.clear()
+                continue
+            try:
+                self.tell(["idle"])
+            except RankLost as error:
+                self._lost = error
+                return
+
+    def tell(self, message: list[Any]) -> None:
+        """Send plain types from the leader to all ranks, in order; returns before they have it. Raises RankLost, also
+        for an earlier message. Safe from several threads.
+        """
+        if self._lost is not None:
+            raise RankLost(str(self._lost))
+        data = LENGTH.pack(0) + msgpack.packb(message)
+        buffer = bytearray(max(len(data), CONTROL_BYTES))
+        buffer[: len(data)] = data
+        LENGTH.pack_into(buffer, 0, _checked_size(len(data)))
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        with self._lock, _lost("tell the other ranks"):
+            for part in (whole[:CONTROL_BYTES], whole[CONTROL_BYTES:]):
+                if len(part):
+                    self._open.append((dist.broadcast(part, 0, group=self._control, async_op=True), part))
+            _reap(self._open)
+        self._told.set()
+
+    def hear(self) -> list[Any]:
+        """The leader's next message; waits for it. Raises RankLost."""
+        with _lost("hear from the leader"):
+            whole = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
+            dist.broadcast(whole, 0, group=self._control)
+            size = _checked_size(LENGTH.unpack(whole[: LENGTH.size].numpy().tobytes())[0])
+            if size > CONTROL_BYTES:
+                rest = torch.empty(size - CONTROL_BYTES, dtype=torch.uint8)
+                dist.broadcast(rest, 0, group=self._control)
+                whole = torch.cat([whole, rest])
+        return _unpack(whole[LENGTH.size : size])
+
+    def settle(self) -> None:
+        """Return when everything told has arrived. Raises RankLost."""
+        with self._lock, _lost("tell the other ranks"):
+            _reap(self._open, most=0)
+
+    def report(self, error: BaseException) -> None:
+        """Leave word of why this rank ends, for `first_cause`. Nothing happens when the leader is gone."""
+        text = f"rank {self.member.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        try:
+            number = self._store.add("failures", 1)
+            self._store.set(f"failure/{number}", text[:2000])
+        except RuntimeError:  # torch's DistStoreError is one
+            return
+
+    def first_cause(self) -> str:
+        """What the first rank that failed had to say; empty when none could."""
+        try:
+            found = self._store.check(["failure/1"])
+            return self._store.get("failure/1").decode("utf-8", "replace") if found else ""
+        except RuntimeError:
+            return ""
+
+    def close(self) -> None:
+        """Leave the group; what others wait for from this rank fails. Idempotent."""
+        self._ended.set()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for holder in (self.stage, self.pipe):
+            if holder is not None:
+                holder.leave()
+        self._control = None
+        self._open.clear()
+
+
+@contextmanager
+def _lost(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises for a peer that is gone, silent or in disagreement
+        raise RankLost(f"could not {doing}: {error}") from error
+
+
+def _reap(sent: deque[tuple[dist.Work | None, torch.Tensor]], most: int = MAX_OUTSTANDING) -> None:
+    """Forget what has arrived; wait where more than so much has not."""
+    while sent and (sent[0][0] is None or sent[0][0].is_completed() or len(sent) > most):
+        work, _ = sent.popleft()
+        if work is not None:
+            work.wait()
+
+
+def _checked_size(size: int) -> int:
+    if not 0 < size <= MAX_MESSAGE_BYTES:
+        raise InvariantViolation(f"a message between ranks has {size} bytes; at most {MAX_MESSAGE_BYTES} are possible")
+    return size
+
+
+def _unpack(data: torch.Tensor) -> list[Any]:
+    message: list[Any] = msgpack.unpackb(data.numpy().data, strict_map_key=False)
+    return message
