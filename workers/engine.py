@@ -28,7 +28,7 @@ from tournant.workers.sequence import RopeSwitch, Sequence
 from tournant.workers.tiering import Tiering
 from tournant.workers.transfer_messages import Link
 
-FLUSH_POLL_S = 0.05
+WAIT_POLL_S = 0.05
 
 
 class Runner(Protocol):
@@ -128,19 +128,19 @@ class Engine:
 
     def attach(self, wait: Callable[[float], object], most_s: float) -> None:
         """Give the store a moment to be there before the first request. wait, most_s: as in `flush`."""
-        end = self._clock() + most_s
-        while self._tiers is not None and not self._tiers.attached and (left := end - self._clock()) > 0:
-            self.step()
-            wait(min(left, FLUSH_POLL_S))
+        self._step_until(lambda tiers: tiers.attached, wait, most_s)
 
     def flush(self, wait: Callable[[float], object], most_s: float) -> None:
         """With nothing left to compute: let what is only on the device go down, for at most so long. wait: returns when
         the link has an event or the given seconds have passed.
         """
+        self._step_until(lambda tiers: tiers.is_settled, wait, most_s)
+
+    def _step_until(self, reached: Callable[[Tiering], bool], wait: Callable[[float], object], most_s: float) -> None:
         end = self._clock() + most_s
-        while self._tiers is not None and not self._tiers.is_settled and (left := end - self._clock()) > 0:
+        while self._tiers is not None and not reached(self._tiers) and (left := end - self._clock()) > 0:
             self.step()
-            wait(min(left, FLUSH_POLL_S))
+            wait(min(left, WAIT_POLL_S))
 
     def close(self) -> None:
         """End the link; device blocks are not touched afterwards. Idempotent."""

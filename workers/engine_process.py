@@ -29,6 +29,7 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device
 from tournant.workers.engine import Engine
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.fp8_images import lower_kv_form
 from tournant.workers.messages import (
     EngineInfo,
     EngineStats,
@@ -43,7 +44,7 @@ from tournant.workers.messages import (
 )
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.model_runner import ModelRunner
-from tournant.workers.offload import kv_form_of, open_link
+from tournant.workers.offload import open_link
 from tournant.workers.offload_config import OffloadConfig
 
 MAX_FAILED_STEPS = 3
@@ -215,7 +216,7 @@ def build_engine(
         device=runner.device.kind,
         namespace=runner.namespace
         if offload is None
-        else replace(runner.namespace, kv_form=kv_form_of(runner, offload)),
+        else replace(runner.namespace, kv_form=lower_kv_form(layout, offload)),
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,
     )

@@ -17,11 +17,6 @@ from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.store_link import LinkIdentity, StoreLink
 
 
-def kv_form_of(runner: ModelRunner, config: OffloadConfig) -> str:
-    """The lossiest form that a block of this engine may take in any tier: part of its identity."""
-    return lower_kv_form(runner.layout, config)
-
-
 def open_link(
     runner: ModelRunner, config: OffloadConfig, writer_id: int, wake: Callable[[], None]
 ) -> tuple[Runner, StoreLink]:
@@ -37,7 +32,7 @@ def open_link(
         steps, images = delayed, FollowingImages(images, delayed)
     identity = LinkIdentity(
         weights_id=runner.namespace.weights_id,
-        kv_form=kv_form_of(runner, config),
+        kv_form=lower_kv_form(layout, config),
         writer_id=writer_id,
         part=Part(0, layout.num_layers, 0, layout.num_kv_heads),
     )

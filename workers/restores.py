@@ -16,14 +16,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.cost_model import CostModel
-from tournant.workers.messages import TierStats
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sequence import Sequence as Answer
+from tournant.workers.tier_counts import Counts
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
@@ -59,9 +59,8 @@ _WANTING = (ReadState.LOOKING, ReadState.FETCHING, ReadState.READY)
 @dataclass(eq=False, slots=True)
 class Read:
     """One lookup and what follows from it. first: place in the chain of its first key; count: blocks it will get, those
-    it asks for while nothing is known;
-    skip: of these, what the device had by the time of the load; blocks: device blocks that the load may write, those
-    handed to the sequence excluded; good: of the load, known to be right; handed: blocks that went to the sequence.
+    it asks for while nothing is known; skip: of these, what the device had by the time of the load; blocks: device
+    blocks that the load may write, those handed to the sequence excluded; good: of the load, known to be right.
     """
 
     number: int
@@ -75,7 +74,6 @@ class Read:
     skip: int = 0
     blocks: list[int] = field(default_factory=list)
     good: int = 0
-    handed: int = 0
     over: bool = False
     waiting_nvme: int = 0
     ahead_nvme: int = 0
@@ -84,19 +82,22 @@ class Read:
 
 
 class Restores:
-    """See the module. orders: where orders go; block_bytes: of a block in a slot; most_blocks: of all waiting reads;
-    queues: the scheduler's lists of running, restoring and waiting sequences, which it alone changes.
+    """See the module. orders, counts: where orders and what is counted go; block_bytes: of a block in a slot;
+    most_blocks: of all waiting reads; queues: the scheduler's lists of running, restoring and waiting sequences, which
+    it alone changes.
     """
 
-    def __init__(self, config: OffloadConfig, blocks: BlockManager, costs: CostModel, orders: list[Order]) -> None:
+    def __init__(
+        self, config: OffloadConfig, blocks: BlockManager, costs: CostModel, orders: list[Order], counts: Counts
+    ) -> None:
         self.block_bytes = 1
         self.most_blocks = 0
-        self.stats = TierStats()
         self.queues: tuple[Sequence[Answer], Sequence[Answer], Sequence[Answer]] = ((), (), ())
         self._config = config
         self._blocks = blocks
         self._costs = costs
         self._orders = orders
+        self._counts = counts
         self._numbers = itertools.count(1)
         self._open: dict[int, Read] = {}  # until ReadEnded
         self._of: dict[Answer, Read] = {}
@@ -112,7 +113,7 @@ class Restores:
         self._open[read.number] = self._of[answer] = read
         self._lookups[answer] = self._lookups.get(answer, 0) + 1
         self._orders.append(Lookup(read.number, tuple(keys)))
-        self._count(lookups=1)
+        self._counts.add(lookups=1)
 
     def has_read(self, answer: Answer, now: float, num_shared: int | None = None) -> bool:
         """Whether a sequence need not be looked up (again) now. num_shared: blocks that the device has of it, if known;
@@ -138,7 +139,7 @@ class Restores:
         for read in self._of.values():
             if read.state in (ReadState.LOOKING, ReadState.FETCHING) and now >= read.deadline:
                 looking = read.state is ReadState.LOOKING
-                self._count(late_lookups=int(looking), cut_restores=int(not looking))
+                self._counts.add(late_lookups=int(looking), cut_restores=int(not looking))
                 self._give_up(read)
 
     def restorable(self, answer: Answer, num_shared: int) -> int | None:
@@ -218,26 +219,25 @@ class Restores:
             return []
         if not read.over and now < read.deadline:
             return None
-        self._count(restores=1, cut_restores=int(not read.over))
+        self._counts.add(restores=1, cut_restores=int(not read.over))
         if not read.over:
             self._orders.append(EndRead(read.number))
         good = read.blocks[: read.good]
         self._blocks.hand_over(good)
         read.blocks = read.blocks[read.good :]
-        read.handed = len(good)
         if read.over:
             self._release(read)
         del self._of[answer]
         self._lookups.pop(answer, None)
         read.state = ReadState.ABANDONED
         self._settle_costs(read)
-        self._count_tiers(read, answer)
+        self._count_tiers(read, answer, len(good))
         return good
 
-    def _count_tiers(self, read: Read, answer: Answer) -> None:
+    def _count_tiers(self, read: Read, answer: Answer, num_good: int) -> None:
         """What a first start found where; a preempted sequence's own blocks are no hits."""
         if answer.cached_tokens is None:
-            used = read.tiers[read.skip : read.skip + read.handed]
+            used = read.tiers[read.skip : read.skip + num_good]
             tokens = self._blocks.block_tokens
             host, nvme = used.count(HOST) * tokens, used.count(NVME) * tokens
             answer.cached_by_tier = (0, host, nvme)
@@ -270,11 +270,9 @@ class Restores:
     def _choose(self, read: Read, now: float) -> int:
         if self._config.restore == "always":
             return len(read.tiers)
-        if self._config.restore == "never":
-            return 0
         busy_s = self._busy_s(read.answer)
         choice = self._costs.choose(read.tiers, read.first, self.block_bytes, now, busy_s)
-        self._count(
+        self._counts.add(
             chose_load=int(choice.count > 0),
             chose_recompute=int(choice.count == 0),
             estimated_load_seconds=choice.load_s,
@@ -307,7 +305,7 @@ class Restores:
             self._costs.observe_transfer(NVME, ahead + event.num_bytes, event.seconds, now)
         self._costs.ended(NVME, read.waiting_nvme)
         read.waiting_nvme = 0
-        self._count(
+        self._counts.add(
             fetched_bytes=event.num_bytes,
             fetch_seconds=event.seconds if event.num_bytes else 0.0,
             lost_blocks=max(0, read.count - event.count) if read.state is ReadState.FETCHING else 0,
@@ -334,7 +332,7 @@ class Restores:
         if event.num_bytes:
             ahead = read.ahead_host if event.num_bytes >= read.waiting_host > 0 else 0
             self._costs.observe_transfer(HOST, ahead + event.num_bytes, event.seconds, now)
-        self._count(
+        self._counts.add(
             loaded_blocks=event.count,
             loaded_bytes=event.num_bytes,
             load_seconds=event.seconds,
@@ -343,7 +341,7 @@ class Restores:
         )
         if read.state is ReadState.LOADING:  # taken by `loaded`
             read.good = event.count
-            self._count(lost_blocks=len(read.blocks) - event.count)
+            self._counts.add(lost_blocks=len(read.blocks) - event.count)
             self._settle_costs(read)
         elif read.state is ReadState.ABANDONED:
             self._release(read)
@@ -360,9 +358,6 @@ class Restores:
         self._costs.ended(NVME, read.waiting_nvme)
         self._costs.ended(HOST, read.waiting_host)
         read.waiting_nvme = read.waiting_host = 0
-
-    def _count(self, **more: float) -> None:
-        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     # ---- checks
 

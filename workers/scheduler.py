@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterable
-from dataclasses import replace
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch, BatchEntry, RowState, StepResult
@@ -72,7 +71,6 @@ class Scheduler:
         self._counts = dict.fromkeys(
             ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens"), 0
         )
-        self._hits = {"host_hit_tokens": 0, "nvme_hit_tokens": 0}
 
     # ---------------------------------------------------------------- requests
 
@@ -114,7 +112,7 @@ class Scheduler:
             kv_cached=self.blocks.num_reusable,
             num_steps=self._step,
             num_restoring=len(self.restoring),
-            tiers=TierStats() if self.tiers is None else replace(self.tiers.stats(now), **self._hits),
+            tiers=TierStats() if self.tiers is None else self.tiers.stats(now),
             **self._counts,
         )
 
@@ -287,7 +285,7 @@ class Scheduler:
         num_cached = min(len(shared) * self.blocks.block_tokens, sequence.num_tokens - 1)
         below: int | None = 0
         if self.tiers is not None:
-            below = self.tiers.restorable(sequence, *self._missing(sequence), now, is_next=is_next)
+            below = self.tiers.restorable(sequence, *self._missing(sequence, shared), now, is_next=is_next)
         if below is None:
             return _Turn.WAITS
         keep_free = len(self.running)  # a step of growth for those that run, so that admission does not preempt them
@@ -361,20 +359,20 @@ class Scheduler:
             if sequence.fork_of is None:
                 self._counts["prefix_query_tokens"] += sequence.num_prompt
                 self._counts["prefix_hit_tokens"] += cached
-                self._hits["host_hit_tokens"] += host
-                self._hits["nvme_hit_tokens"] += nvme
+                if self.tiers is not None:
+                    self.tiers.counts.add(host_hit_tokens=host, nvme_hit_tokens=nvme)
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = now
         batch.new_rows.append(RowState.of(sequence))
 
-    def _missing(self, sequence: Sequence) -> tuple[int, list[bytes]]:
+    def _missing(self, sequence: Sequence, shared: list[int] | None = None) -> tuple[int, list[bytes]]:
         """(blocks of its prefix that the device has, keys of the full ones behind them); no keys when lower tiers are
-        not to be asked for them.
+        not to be asked for them. shared: what `_shareable` says, if it was asked already.
         """
         forks = sequence.fork_of is not None and not sequence.num_preemptions
         if forks or sequence.outgrew_rope or sequence.prompt_logprobs or not self.blocks.enable_prefix_caching:
             return 0, []
-        first = len(self._shareable(sequence))
+        first = len(self._shareable(sequence) if shared is None else shared)
         full = (sequence.num_tokens - 1) // self.blocks.block_tokens
         return first, sequence.keys[first:full]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.kvstore.policies.watermarks import Watermarks
@@ -28,6 +28,7 @@ from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.restores import Restores
 from tournant.workers.sequence import Sequence as Answer
 from tournant.workers.stashes import Stashes
+from tournant.workers.tier_counts import Counts
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
@@ -87,7 +88,8 @@ class Tiering:
         self.config = config
         self.orders: list[Order] = []
         self.costs = CostModel(blocks.block_tokens)
-        self.restores = Restores(config, blocks, self.costs, self.orders)
+        self.counts = Counts()
+        self.restores = Restores(config, blocks, self.costs, self.orders, self.counts)
         self._numbers = itertools.count(1)  # of saves, stashes and uses
         self.stashes = Stashes(blocks, self.orders, self._numbers)
         self.attached = False
@@ -99,7 +101,6 @@ class Tiering:
         self._uses_of: dict[bytes, list[int]] = {}
         self._allowance_s = 0.0
         self._retry_at, self._retry_s = 0.0, RETRY_S
-        self._stats = TierStats()
 
     # ---- events
 
@@ -111,7 +112,7 @@ class Tiering:
             case Detached():
                 self.attached = False
                 self._group.detached()
-                self._count(store_losses=1)
+                self.counts.add(store_losses=1)
                 self._blocks.nothing_is_below()
                 self.stashes.lost()
                 self.restores.lost()
@@ -239,11 +240,11 @@ class Tiering:
         if sum(map(len, chosen)) < len(dirty) or len(chosen[0]) + bool(tail) > self._group.credits[0]:
             return
         self._save(chosen, copiers=1)
-        self._count(swapped=1)
+        self.counts.add(swapped=1)
         if tail and not answer.num_in_flight:
             self._group.take_one()
             self.stashes.keep(answer, table[full], computed)
-            self._count(stashed=1)
+            self.counts.add(stashed=1)
 
     def _is_worth_a_swap(self, num_blocks: int, num_tokens: int, now: float) -> bool:
         if self.config.restore != "auto":
@@ -300,7 +301,7 @@ class Tiering:
         if not count or now < self._retry_at:
             return
         chosen = self._coldest(count)
-        self._count(skipped_saves=int(count > sum(map(len, chosen))))
+        self.counts.add(skipped_saves=int(count > sum(map(len, chosen))))
         self._save(chosen, max(1, copiers))
 
     def _coldest(self, count: int) -> list[list[int]]:
@@ -339,7 +340,7 @@ class Tiering:
         self._release(saving)
         if event.num_bytes:
             self.costs.observe_copy_down(event.num_bytes, event.seconds, now)
-        self._count(saved_bytes=event.num_bytes, save_seconds=event.seconds)
+        self.counts.add(saved_bytes=event.num_bytes, save_seconds=event.seconds)
 
     def _release(self, saving: _Saving) -> None:
         if not saving.copied:
@@ -356,7 +357,7 @@ class Tiering:
             if index not in failed:
                 self._arrived(entry.key)
         self._group.replied(saving.kind, event.num_lent)
-        self._count(saved_blocks=len(saving.entries) - len(failed), refused_saves=len(failed))
+        self.counts.add(saved_blocks=len(saving.entries) - len(failed), refused_saves=len(failed))
         if not failed:
             self._retry_s = RETRY_S
         else:
@@ -380,8 +381,7 @@ class Tiering:
     def stats(self, now: float) -> TierStats:
         """Counters and gauges."""
         blocks = self._blocks
-        return replace(
-            self.restores.stats,
+        return self.counts.stats(
             attached=int(self.attached),
             dirty_blocks=blocks.num_dirty,
             pressure=(blocks.num_used_clean + blocks.num_dirty) / blocks.num_blocks,
@@ -389,17 +389,7 @@ class Tiering:
             bytes_per_second_host=self.costs.bytes_per_second(HOST, now) or 0.0,
             bytes_per_second_nvme=self.costs.bytes_per_second(NVME, now) or 0.0,
             prefill_tokens_per_second=self.costs.prefill_tokens_per_second,
-            **{
-                name: getattr(self._stats, name)
-                for name in (
-                    "store_losses", "saved_blocks", "saved_bytes", "save_seconds", "refused_saves", "skipped_saves",
-                    "swapped", "stashed",
-                )
-            },
-        )  # fmt: skip
-
-    def _count(self, **more: float) -> None:
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
+        )
 
     def held(self) -> Iterator[list[int]]:
         """Blocks that copies hold."""

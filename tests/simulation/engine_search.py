@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from tests.simulation.engine_world import TURNS, Setup, run
+from tests.simulation.searching import smallest, violation_of
 from tests.simulation.world import Violation
 
 MIN_TURNS = 5
@@ -40,28 +41,19 @@ class Found:
 
 def fails(setup: Setup) -> Violation | None:
     """The violation that this schedule runs into."""
-    try:
-        run(setup)
-    except Violation as violation:
-        return violation
-    return None
+    return violation_of(run, setup)
 
 
 def minimised(setup: Setup, violation: Violation) -> tuple[Setup, Violation]:
     """The same seed with fewer faults, fewer turns and simpler numbers that still breaks the same invariant."""
-    changed = True
-    while changed:
-        changed = False
-        candidates = [replace(setup, turns=max(MIN_TURNS, setup.turns * part // 10)) for part in (3, 6, 9)]
-        candidates += [replace(setup, faults=setup.faults - {fault}) for fault in sorted(setup.faults)]
-        candidates += [replace(setup, **{name: value}) for name, value in SIMPLER]  # type: ignore[arg-type]
-        for candidate in candidates:
-            simpler = candidate != setup and (candidate.max_num_seqs == setup.max_num_seqs or setup.max_num_seqs == 3)
-            found = fails(candidate) if simpler else None
-            if found is not None and found.invariant == violation.invariant:
-                setup, violation, changed = candidate, found, True
-                break
-    return setup, violation
+    return smallest(setup, violation, _simpler, fails)
+
+
+def _simpler(setup: Setup) -> list[Setup]:
+    candidates = [replace(setup, turns=max(MIN_TURNS, setup.turns * part // 10)) for part in (3, 6, 9)]
+    candidates += [replace(setup, faults=setup.faults - {fault}) for fault in sorted(setup.faults)]
+    candidates += [replace(setup, **{name: value}) for name, value in SIMPLER]  # type: ignore[arg-type]
+    return [one for one in candidates if one.max_num_seqs == setup.max_num_seqs or setup.max_num_seqs == 3]
 
 
 def search(setups: Iterable[Setup], *, most_failures: int = 3) -> Found:

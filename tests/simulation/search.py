@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.simulation.searching import smallest, violation_of
 from tests.simulation.world import Setup, Violation, run
 
 MIN_EVENTS = 10
@@ -38,27 +39,19 @@ class Found:
 
 def fails(setup: Setup) -> Violation | None:
     """The violation that this schedule runs into."""
-    try:
-        run(setup)
-    except Violation as violation:
-        return violation
-    return None
+    return violation_of(run, setup)
 
 
 def minimised(setup: Setup, violation: Violation) -> tuple[Setup, Violation]:
     """The same seed with fewer faults and events that still breaks the same invariant."""
-    changed = True
-    while changed:
-        changed = False
-        candidates = [replace(setup, faults=setup.faults - {fault}) for fault in sorted(setup.faults)]
-        candidates.append(replace(setup, events=max(MIN_EVENTS, setup.events // 2)))
-        candidates.append(replace(setup, events=max(MIN_EVENTS, setup.events * 9 // 10)))
-        for candidate in candidates:
-            found = fails(candidate) if candidate != setup else None
-            if found is not None and found.invariant == violation.invariant:
-                setup, violation, changed = candidate, found, True
-                break
-    return setup, violation
+    return smallest(setup, violation, _simpler, fails)
+
+
+def _simpler(setup: Setup) -> list[Setup]:
+    candidates = [replace(setup, faults=setup.faults - {fault}) for fault in sorted(setup.faults)]
+    candidates.append(replace(setup, events=max(MIN_EVENTS, setup.events // 2)))
+    candidates.append(replace(setup, events=max(MIN_EVENTS, setup.events * 9 // 10)))
+    return candidates
 
 
 def search(setups: Iterable[Setup], *, most_failures: int = 3) -> Found:

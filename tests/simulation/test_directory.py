@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 
 from tests.simulation.directory_mutants import MUTANTS
 from tests.simulation.directory_world import FAULTS, Setup, run
 from tests.simulation.mutants import Mutant
+from tests.simulation.searching import on_all_cores, printed_under_hash_seeds, violation_of
 from tests.simulation.world import Violation
 
 SCHEDULES, SOAK_SCHEDULES = 80, 10_000
@@ -43,22 +39,17 @@ def _schedule(seed: int) -> tuple[Violation | None, Counter[str]]:
 
 
 def _broken(setup: Setup) -> Violation | None:
-    try:
-        run(setup)
-    except Violation as violation:
-        return violation
-    return None
+    return violation_of(run, setup)
 
 
 def _schedules(first: int, count: int) -> Counter[str]:
     """Run them on all cores. Fails with the setups of broken ones."""
     total: Counter[str] = Counter()
     broken = []
-    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for violation, counts in pool.map(_schedule, range(first, first + count), chunksize=20):
-            total += counts
-            if violation is not None:
-                broken.append(str(violation))
+    for violation, counts in on_all_cores(_schedule, range(first, first + count), chunksize=20):
+        total += counts
+        if violation is not None:
+            broken.append(str(violation))
     if broken:
         pytest.fail("\n".join(broken[:5]), pytrace=False)
     return total
@@ -109,13 +100,7 @@ print([run(Setup.draw(seed)).trace for seed in range(6)])
 
 def test_the_same_seed_is_the_same_schedule() -> None:
     """Also in processes with other hash seeds."""
-    traces = {
-        subprocess.run(
-            [sys.executable, "-c", TRACE], env={**os.environ, "PYTHONHASHSEED": value}, capture_output=True, text=True,
-            check=True,
-        ).stdout
-        for value in ("0", "1")
-    }  # fmt: skip
+    traces = printed_under_hash_seeds(TRACE, ("0", "1"))
     assert len(traces) == 1
     assert len(set(traces.pop().split(","))) == 6
 

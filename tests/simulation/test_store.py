@@ -5,18 +5,14 @@ Longer searches: `make soak`, or `python -m tests.simulation.search`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.search import Found, arguments, fails, replay_line, search
+from tests.simulation.searching import on_all_cores, printed_under_hash_seeds
 from tests.simulation.world import FAULTS, Setup, run
 from tournant.kvstore.policies import EVICTION
 
@@ -79,9 +75,8 @@ def _batch(first: int) -> Found:
 def _schedules(first: int, count: int) -> Found:
     """Run them on all cores. Fails with how to run a broken one again."""
     total = Found()
-    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for found in pool.map(_batch, range(first, first + count, BATCH)):
-            total.add(found)
+    for found in on_all_cores(_batch, range(first, first + count, BATCH)):
+        total.add(found)
     if total.failures:
         lines = [f"{violation}\n  {replay_line(setup)}" for setup, violation in total.failures]
         pytest.fail("\n".join(lines), pytrace=False)
@@ -149,13 +144,7 @@ print([run(Setup.draw(seed)).trace for seed in range(12)])
 
 def test_the_same_seed_is_the_same_schedule() -> None:
     """Also in processes with other hash seeds."""
-    traces = {
-        subprocess.run(
-            [sys.executable, "-c", TRACE], env={**os.environ, "PYTHONHASHSEED": value}, capture_output=True, text=True,
-            check=True,
-        ).stdout
-        for value in ("0", "1", "2")
-    }  # fmt: skip
+    traces = printed_under_hash_seeds(TRACE, ("0", "1", "2"))
     assert len(traces) == 1
     assert len(set(numbers_of(traces.pop()))) == 12
 
