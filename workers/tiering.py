@@ -358,7 +358,7 @@ class Tiering:
                 self._arrived(entry.key)
         self._group.replied(saving.kind, event.num_lent)
         self.counts.add(saved_blocks=len(saving.entries) - len(failed), refused_saves=len(failed))
-        if not failed:
+        if len(failed) < len(saving.entries):  # single blocks that failed go again with others
             self._retry_s = RETRY_S
         else:
             self._retry_at, self._retry_s = now + self._retry_s, min(self._retry_s * 2, MAX_RETRY_S)
