@@ -33,6 +33,7 @@ CHATS, TURNS, NEW_TOKENS = 12, 4, 16
 FIRST_CHARACTERS, MORE_CHARACTERS = 1400, 700  # of text that a chat reads in its first turn and in each later one
 POOL_TOKENS, TOKEN_BYTES = 4000, 23_040  # of SmolLM2-135M in bfloat16
 HOST_BYTES, NVME_BYTES = 208 << 20, 1 << 30
+RESTORE = "auto"  # what is found below is loaded or computed again, whichever is faster here
 QUESTION = "What is this about? Answer in one sentence."
 OFF, ON = "without a store", "with a store"
 SOURCES = ("device", "RAM", "disk", "computed")
@@ -72,7 +73,8 @@ def order(chats: int, turns: int) -> list[int]:
 def configured(model: str | None, threads: int | None, kv_store: dict[str, Any]) -> ServiceConfig:
     """The same engine each time, with these tiers."""
     engine = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": POOL_TOKENS * TOKEN_BYTES, "deterministic": True}
-    return parse_config({"model": model, "engine": engine, "advanced": {"num_threads": threads}, "kv_store": kv_store})
+    advanced = {"num_threads": threads, "restore": RESTORE}
+    return parse_config({"model": model, "engine": engine, "advanced": advanced, "kv_store": kv_store})
 
 
 async def serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,8 +121,10 @@ def test_case_15_another_program_fills_the_disk(tmp_path: Path) -> None:
         assert full.written == 0
         disk.heal()
 
+        versions = itertools.count(10_000)
+
         def writes_again(_: Status) -> bool:
-            write(rank, keys(1, "again"), first=10_000 + rank._seq)
+            write(rank, keys(1, "again"), first=next(versions))
             return store.status().written > 0
 
         store.wait_for(writes_again)

@@ -202,6 +202,7 @@ def test_a_stopped_client_keeps_its_slots_until_it_is_killed(served: Store) -> N
 def test_a_forked_child_that_holds_the_connection_keeps_nothing_else(served: Store) -> None:
     served.start()
     says, said = os.pipe()
+    names, named = os.pipe()  # its own: the grandchild may speak before its parent names it
 
     def grandchild(client: StoreClient) -> None:
         def run() -> int:
@@ -213,10 +214,10 @@ def test_a_forked_child_that_holds_the_connection_keeps_nothing_else(served: Sto
             while True:
                 signal.pause()
 
-        os.write(said, struct.pack("<I", forked(run)))
+        os.write(named, struct.pack("<I", forked(run)))
 
     other = Other(served, grandchild)
-    (pid,) = struct.unpack("<I", os.read(says, 4))
+    (pid,) = struct.unpack("<I", os.read(names, 4))
     try:
         assert os.read(says, 10) == b"ok"
         other.kill()
@@ -224,8 +225,8 @@ def test_a_forked_child_that_holds_the_connection_keeps_nothing_else(served: Sto
         os.kill(pid, 0)  # it still lives
     finally:
         os.kill(pid, signal.SIGKILL)
-        os.close(says)
-        os.close(said)
+        for descriptor in (says, said, names, named):
+            os.close(descriptor)
 
 
 def test_a_killed_store_leaves_nothing_and_is_replaced(served: Store) -> None:

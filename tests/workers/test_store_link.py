@@ -650,10 +650,16 @@ class _History:
             engine.submit(Save(save, tuple(entries), rng.choice([1, 1, 3])))
         elif len(self.reads) < 10:
             read = engine.number()
-            self.reads[read] = {"chain": chain, "blocks": []}
-            engine.submit(Lookup(read, chain))
-        if self.reads and rng.random() < 0.1:
-            engine.submit(EndRead(rng.choice(list(self.reads))))
+            # drawn once for each read: a chance at every turn would end them all on a fast machine
+            end_after = rng.choice([Lookup, Fetch, Load] + 7 * [None])
+            self.reads[read] = {"chain": chain, "blocks": [], "end_after": end_after}
+            self._order(read, Lookup(read, chain))
+
+    def _order(self, read: int, order: Lookup | Fetch | Load) -> None:
+        """Of a read, which may not be wanted any more behind it."""
+        self.engine.submit(order)
+        if self.reads[read]["end_after"] is type(order):
+            self.engine.submit(EndRead(read))
 
     def take(self) -> None:
         self.engine.poll()
@@ -663,14 +669,13 @@ class _History:
         self.newest_save = 0
 
     def _on(self, event: object) -> None:
-        engine = self.engine
         match event:
-            case Found(read, tiers) if tiers:
-                engine.submit(Fetch(read, len(tiers)))
+            case Found(read, tiers) if tiers and read in self.reads:
+                self._order(read, Fetch(read, len(tiers)))
             case Fetched(read, count) if read in self.reads:
                 blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]
                 self.reads[read]["blocks"] = blocks
-                engine.submit(Load(read, 0, tuple(blocks)))
+                self._order(read, Load(read, 0, tuple(blocks)))
             case ReadEnded(read, count):
                 self._check_read(self.reads.pop(read), count)
             case Copied(number):
