@@ -6,7 +6,9 @@ Invariants:
  1. A key is SHA-256 over a typed, length-prefixed encoding: no two different inputs share an encoding.
  2. The parent of a sequence's first block is its namespace digest, so a key names weights, numerics, layout, tenant
     and every token from the start of the sequence.
- 3. Changing the encoding changes FORMAT_TAG; golden vectors in tests/kvstore/test_block.py hold it still.
+ 3. All keys of a chain end with the same ROUTE_BYTES, those of its first block's hash: a key alone tells which shard of
+    the directory answers for its chain. A namespace digest ends with zeros there, and no key does.
+ 4. Changing the encoding changes FORMAT_TAG; golden vectors in tests/kvstore/test_block.py hold it still.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-FORMAT_TAG = b"tournant-key-1"
+FORMAT_TAG = b"tournant-key-2"
 KEY_BYTES = 32
+ROUTE_BYTES = 2
 MAX_SALT_BYTES = 256
 
 _BYTES, _TOKENS = b"b", b"t"  # type tags of the encoding
@@ -62,21 +65,27 @@ class Namespace:
             hasher.update(_framed(_BYTES, field.name.encode()))
             hasher.update(_framed(_BYTES, value.encode() if isinstance(value, str) else value))
         hasher.update(_framed(_BYTES, b"" if client_salt is None else b"\x01" + salt))
-        return hasher.digest()
+        return hasher.digest()[:-ROUTE_BYTES] + _NO_ROUTE
 
 
+_NO_ROUTE, _ROUTE_OF_ZEROS = bytes(ROUTE_BYTES), b"\xff" * ROUTE_BYTES
 _KEY_PREFIX = _framed(_BYTES, FORMAT_TAG) + _BYTES + _LENGTH.pack(KEY_BYTES)
 
 
 def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int64], inputs: bytes = b"") -> bytes:
-    """Key of one full block: SHA-256 of (format, parent key or namespace digest, token ids as u32, non-text digests).
+    """Key of one full block: SHA-256 of (format, parent key or namespace digest, token ids as u32, non-text digests),
+    its last ROUTE_BYTES replaced by those of the chain's first key.
 
     `inputs` is the concatenated digests (with shapes) of non-text inputs inside the block; empty for text.
     """
     if len(parent) != KEY_BYTES:
         raise ValueError(f"parent key has {len(parent)} bytes; it must have {KEY_BYTES}")
     tokens = np.asarray(token_ids, dtype="<u4").tobytes()
-    return hashlib.sha256(_KEY_PREFIX + parent + _framed(_TOKENS, tokens) + _framed(_BYTES, inputs)).digest()
+    key = hashlib.sha256(_KEY_PREFIX + parent + _framed(_TOKENS, tokens) + _framed(_BYTES, inputs)).digest()
+    route = parent[-ROUTE_BYTES:]
+    if route != _NO_ROUTE:
+        return key[:-ROUTE_BYTES] + route
+    return key if key[-ROUTE_BYTES:] != _NO_ROUTE else key[:-ROUTE_BYTES] + _ROUTE_OF_ZEROS
 
 
 def key_chain(namespace_digest: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tournant.kvstore.block import KEY_BYTES, MAX_SALT_BYTES, Namespace, block_key, key_chain
+from tournant.kvstore.block import KEY_BYTES, MAX_SALT_BYTES, ROUTE_BYTES, Namespace, block_key, key_chain
 
 SPACE = Namespace(
     weights_id=b"\x11" * 32,
@@ -23,12 +23,12 @@ SPACE = Namespace(
 
 def test_golden_vectors() -> None:
     """Keys outlive processes and versions: a change here needs a new FORMAT_TAG."""
-    assert SPACE.digest().hex() == "a1130cf80e9df0ed7a15f4a1a5ca931ffd971ee564a53f7727e1776bb9ea20e7"
-    assert SPACE.digest("salt").hex() == "1a4191080d04335ff858547cbdf664acd0051d371f9c239f6abf12b3b3d1803f"
+    assert SPACE.digest().hex() == "2ff2598b67cbe6d8d84aceb0ba34dc45f77252ee59ab12374d234529790a0000"
+    assert SPACE.digest("salt").hex() == "c300e6cead8639894368fdecbc475c4b03b5f8e7a7119a8e7e7c82598bfe0000"
     keys = key_chain(SPACE.digest(), range(40), 16)
     assert [key.hex() for key in keys] == [
-        "f55c13596a7f15a3c7d8a9addb3ec6d8dc6a8b3038eb5731a24f891e617c00fe",
-        "761d1822d4dfcaba4489eb314d2c095ab6fbf10d158b6c1c91d779616d9e70a6",
+        "08a1ee5c7276bbba9288a8c6cc2e66f72fea60872bbc65535f0923d27613e41a",
+        "d48a5a6f5fd685e410ee140b020f168ec25f8306750a8fd4236ff10234e9e41a",
     ]
 
 
@@ -38,7 +38,7 @@ def test_the_encoding_is_what_the_docstring_says() -> None:
 
     parent = SPACE.digest()
     tokens = b"".join(token.to_bytes(4, "little") for token in range(16))
-    encoding = framed(b"b", b"tournant-key-1") + framed(b"b", parent) + framed(b"t", tokens) + framed(b"b", b"")
+    encoding = framed(b"b", b"tournant-key-2") + framed(b"b", parent) + framed(b"t", tokens) + framed(b"b", b"")
     assert block_key(parent, range(16)) == hashlib.sha256(encoding).digest()
 
 
@@ -60,6 +60,13 @@ def test_salts() -> None:
     assert len(digests) == 5
     with pytest.raises(ValueError, match=f"at most {MAX_SALT_BYTES}"):
         SPACE.digest("x" * (MAX_SALT_BYTES + 1))
+
+
+def test_a_key_names_the_route_of_its_chain() -> None:
+    for document in range(50):
+        keys = key_chain(SPACE.digest(), [document, *range(47)], 16)
+        assert {key[-ROUTE_BYTES:] for key in keys} == {keys[0][-ROUTE_BYTES:]} != {bytes(ROUTE_BYTES)}
+    assert SPACE.digest()[-ROUTE_BYTES:] == bytes(ROUTE_BYTES)
 
 
 def test_a_key_names_everything_before_it() -> None:
