@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test check soak bench demo-offload clean
+.PHONY: install serve test check soak bench demo-offload docs-config clean
 
 install: $(STAMP)
 
@@ -40,6 +40,9 @@ bench: install
 demo-offload: install
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP_INSTALL) -e '.[demo]'
 	@$(BIN)/python examples/demo_offload.py $(ARGS)
+
+docs-config: install
+	$(BIN)/python -m tournant.deploy.config_table --write docs/configuration.md
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -118,7 +118,7 @@ def overflow(options: Options, report: Report) -> None:
     for workload in workloads(options.traces, quick=options.quick):
         sessions = workload.name != "mooncake conversation"
         tiers = QUICK_TIERS if options.quick else SESSION_TIERS if sessions else CHAT_TIERS
-        rounds = min(options.rounds, SESSION_ROUNDS) if sessions else 1
+        rounds = min(options.rounds, SESSION_ROUNDS) if sessions and not options.quick else 1
         rows.append(_overflow_row(workload, tiers, rounds, timed=sessions, options=options))
         notes.append(f"{workload.name}: {workload.note}, {workload.num_tokens:,} prompt tokens, {rounds} rounds.")
     columns = (

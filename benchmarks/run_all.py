@@ -11,10 +11,21 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import attention, ingress, latency, memory, offload, store, store_core, store_host, throughput
+from benchmarks import (
+    attention,
+    ingress,
+    kv_dtypes,
+    latency,
+    memory,
+    offload,
+    store,
+    store_core,
+    store_host,
+    throughput,
+)
 from benchmarks.common import machine, parse_options, print_machine, say, write
 
-ALL = (throughput, latency, ingress, attention, memory, store, store_host, store_core, offload)
+ALL = (throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

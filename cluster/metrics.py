@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from tournant.kvstore.directory import DirectoryStats
 from tournant.workers.messages import EngineStats
 
 MODEL_LABEL = "model_name"
+NO_MODEL = ""  # an empty label is none
+OF_SHARD = ("application", "shard")  # labels of what a shard of the directory counts
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -31,13 +34,16 @@ class MetricKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. labels: names besides `model_name`; buckets: upper bounds of a histogram."""
+    """One metric. labels: names besides `model_name`; buckets: upper bounds of a histogram; absent_at_first: without a
+    series until it is known, as estimates are.
+    """
 
     name: str
     kind: MetricKind
     description: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    absent_at_first: bool = False
 
 
 def _counter(name: str, description: str, *labels: str) -> MetricSpec:
@@ -50,6 +56,14 @@ def _gauge(name: str, description: str, *labels: str) -> MetricSpec:
 
 def _histogram(name: str, description: str, buckets: tuple[float, ...]) -> MetricSpec:
     return MetricSpec(name, MetricKind.HISTOGRAM, description, (), buckets)
+
+
+def _of_shard(name: str, description: str) -> MetricSpec:
+    return _counter(name, description, *OF_SHARD)
+
+
+def _estimate(spec: MetricSpec) -> MetricSpec:
+    return replace(spec, absent_at_first=True)
 
 
 NUM_RUNNING = _gauge("vllm_num_requests_running", "Sequences that run in the engine")
@@ -86,6 +100,7 @@ TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
     "loaded_bytes": _counter("vllm_kv_offload_load_bytes_total", "Bytes copied from RAM to the device"),
     "load_seconds": _counter("vllm_kv_offload_load_time_total", "Seconds of those copies, queue included"),
     "store_losses": _counter("tournant_store_losses_total", "How often the node store was lost"),
+    "store_refusals": _counter("tournant_store_refusals_total", "Attempts to attach to a node store that said no"),
     "saved_blocks": _counter("tournant_saved_blocks_total", "Device blocks copied to RAM"),
     "refused_saves": _counter("tournant_refused_saves_total", "Blocks that the store did not take"),
     "skipped_saves": _counter("tournant_skipped_saves_total", "Blocks that waited because no slot was lent"),
@@ -101,11 +116,13 @@ TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
     "corrupt_blocks": _counter("tournant_corrupt_blocks_total", "Blocks whose bytes were wrong"),
     "chose_load": _counter("tournant_chose_load_total", "Decisions to load a prefix"),
     "chose_recompute": _counter("tournant_chose_recompute_total", "Decisions to compute a prefix again"),
-    "estimated_load_seconds": _counter("tournant_estimated_load_seconds_total", "Estimates of loads, of restores"),
-    "estimated_recompute_seconds": _counter(
-        "tournant_estimated_recompute_seconds_total", "Estimates of computing the same again"
+    "estimated_load_seconds": _estimate(
+        _counter("tournant_estimated_load_seconds_total", "Estimates of loading whole prefixes, one per decision")
     ),
-    "actual_load_seconds": _counter("tournant_actual_load_seconds_total", "What those loads took"),
+    "estimated_recompute_seconds": _estimate(
+        _counter("tournant_estimated_recompute_seconds_total", "Estimates of computing the same prefixes again")
+    ),
+    "actual_load_seconds": _counter("tournant_actual_load_seconds_total", "What the loads that were chosen took"),
     "swapped": _counter("tournant_swapped_preemptions_total", "Preemptions that copied down instead of recomputing"),
     "stashed": _counter("tournant_stashed_blocks_total", "Growing blocks copied down with them"),
 }
@@ -113,10 +130,27 @@ TIER_GAUGES = {
     "attached": _gauge("tournant_store_attached", "1 while a node store serves the engine"),
     "dirty_blocks": _gauge("tournant_dirty_blocks", "Sealed blocks that are only on the device"),
     "pressure": _gauge("tournant_pressure", "Share of the device pool that is in use or only there"),
-    "bytes_per_second_host": _gauge("tournant_bytes_per_second_host", "From RAM to the device, as estimates use it"),
-    "bytes_per_second_nvme": _gauge("tournant_bytes_per_second_nvme", "From NVMe to RAM, as estimates use it"),
-    "prefill_tokens_per_second": _gauge("tournant_prefill_tokens_per_second", "Computing, as estimates use it"),
+    "bytes_per_second_host": _estimate(
+        _gauge("tournant_bytes_per_second_host", "From RAM to the device, as estimates use it")
+    ),
+    "bytes_per_second_nvme": _estimate(
+        _gauge("tournant_bytes_per_second_nvme", "From NVMe to RAM, as estimates use it")
+    ),
+    "prefill_tokens_per_second": _estimate(
+        _gauge("tournant_prefill_tokens_per_second", "Computing, as estimates use it")
+    ),
 }
+DIRECTORY_COUNTERS = {  # field of DirectoryStats -> the counter it feeds, of one shard
+    "looked_up": _of_shard("tournant_directory_lookups_total", "Blocks that the shard was asked about"),
+    "found": _of_shard("tournant_directory_found_total", "Those of them that some node is known to hold"),
+    "applied": _of_shard("tournant_directory_announcements_total", "Messages of node stores that were taken in"),
+    "stale": _of_shard("tournant_directory_stale_total", "Messages that came twice or late"),
+    "questions": _of_shard("tournant_directory_questions_total", "How often a store was asked to tell everything"),
+    "evicted": _of_shard("tournant_directory_evicted_total", "Entries that left because the shard was full"),
+    "nodes_lost": _of_shard("tournant_directory_nodes_lost_total", "Nodes that fell silent or were said to be gone"),
+}
+DIRECTORY_ENTRIES = _gauge("tournant_directory_entries", "Blocks that the shard has an entry of", *OF_SHARD)
+DIRECTORY_NODES = _gauge("tournant_directory_nodes", "Nodes that the shard has heard of", *OF_SHARD)
 HITS_BY_TIER = {"host": "host_hit_tokens", "nvme": "nvme_hit_tokens"}  # the rest was on the device
 
 SPECS = (
@@ -191,6 +225,7 @@ class PrometheusBackend:
     """Exposes metrics in Prometheus' text format from a collector registry of its own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # when series began, which nobody reads
         self._registry = CollectorRegistry()
 
     def recorder(self, spec: MetricSpec, model_name: str) -> Recorder:
@@ -207,8 +242,10 @@ class PrometheusBackend:
 
     @staticmethod
     def _by_labels(spec: MetricSpec, make: Callable[[tuple[str, ...]], Callable[[float], None]]) -> Recorder:
-        """A recorder that looks each series up once; one without labels of its own begins at 0."""
-        series: dict[tuple[str, ...], Callable[[float], None]] = {} if spec.labels else {(): make(())}
+        """A recorder that looks each series up once; one without labels of its own begins at 0, or absent."""
+        series: dict[tuple[str, ...], Callable[[float], None]] = {}
+        if not spec.labels and not spec.absent_at_first:
+            series[()] = make(())
 
         def record(value: float, values: tuple[str, ...]) -> None:
             if values not in series:
@@ -250,7 +287,9 @@ class MetricsRegistry:
         for name, spec in TIER_COUNTERS.items():
             self._add(spec, getattr(tiers, name) - getattr(seen.tiers, name))
         for name, spec in TIER_GAUGES.items():
-            record[spec](getattr(tiers, name), ())
+            value = getattr(tiers, name)
+            if value or not spec.absent_at_first:  # 0 stands for what is not known yet
+                record[spec](value, ())
         record[NUM_RESTORING](stats.num_restoring, ())
         below = 0
         for tier, name in HITS_BY_TIER.items():
@@ -288,3 +327,23 @@ class MetricsRegistry:
     def record_http(self, route: str, status: int) -> None:
         """Count one HTTP response. `route` is a known route or "other", never a path made up by a client."""
         self._record[HTTP_REQUESTS](1, (route, str(status)))
+
+
+class DirectoryMetrics:
+    """Turns what a shard of the directory counts into recorded metrics. application, shard: its labels."""
+
+    def __init__(self, application: str, shard: int, backend: MetricsBackend) -> None:
+        specs = (*DIRECTORY_COUNTERS.values(), DIRECTORY_ENTRIES, DIRECTORY_NODES)
+        self._record = {spec: backend.recorder(spec, NO_MODEL) for spec in specs}
+        self._labels = (application, str(shard))
+        self._seen = DirectoryStats()
+
+    def record(self, stats: DirectoryStats, entries: int, nodes: int) -> None:
+        """Take the latest counters and gauges of the shard."""
+        for name, spec in DIRECTORY_COUNTERS.items():
+            increase = getattr(stats, name) - getattr(self._seen, name)
+            if increase > 0:
+                self._record[spec](increase, self._labels)
+        self._seen = replace(stats)
+        self._record[DIRECTORY_ENTRIES](entries, self._labels)
+        self._record[DIRECTORY_NODES](nodes, self._labels)

@@ -7,6 +7,7 @@ Invariants:
  1. At most one process of a keeper runs; after `stop` none does.
  2. A store that died, or has not answered for UNANSWERED questions in a row, is started again, later each time until
     one has lived for a while.
+ 3. Whatever goes wrong here is logged, and told to who waits for a store; the thread ends by `stop` or idleness alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import cast
 from tournant.kvstore.admin import Status, StatusQuery
 from tournant.kvstore.client import ask
 from tournant.kvstore.config import StoreConfig
-from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
+from tournant.kvstore.directory import MAX_SHARDS
+from tournant.kvstore.errors import StoreConfigError, StoreUnavailable
 from tournant.kvstore.nvme_tier import NvmeConfig
 from tournant.kvstore.store_process import START_S, StoreProcess, start_store
 
@@ -41,7 +43,8 @@ _LOG = logging.getLogger("tournant.node_store")
 @dataclass(frozen=True, slots=True)
 class StorePlan:
     """A node store as it is to run. nvme_folder, nvme: of the NVMe tier, if it has one; drain_s: most seconds in which
-    it copies down at its end; idle_exit_s: a store of a cluster's node ends when no engine was attached for so long.
+    it copies down at its end; idle_exit_s: a store of a cluster's node ends when no engine was attached for so long;
+    directory_shards: of the directory that the stores of a cluster tell what they hold, 0 = none.
     """
 
     store: StoreConfig
@@ -49,11 +52,14 @@ class StorePlan:
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     drain_s: float = DRAIN_S
     idle_exit_s: float = IDLE_EXIT_S
+    directory_shards: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("drain_s", 0.0), ("idle_exit_s", 0.1)):
             if not least <= getattr(self, name) <= 86_400:
                 raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be {least:g} to 86400 seconds")
+        if not 0 <= self.directory_shards <= MAX_SHARDS:
+            raise StoreConfigError(f"directory_shards is {self.directory_shards}; it must be 0 to {MAX_SHARDS}")
 
     def differences(self, other: StorePlan) -> list[str]:
         """ "host_bytes 1, not 2" for everything in which this one is not the other."""
@@ -86,6 +92,7 @@ class StoreKeeper:
         self._changed = threading.Condition()
         self._stopping = False
         self._running: StoreProcess | None = None
+        self._process: StoreProcess | None = None  # the last one, whether it is told to anybody or not
         self._failure: Exception | None = None
         self._wake, self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._keep, daemon=True, name="node-store")
@@ -141,26 +148,49 @@ class StoreKeeper:
     def _keep(self) -> None:
         delay = BACKOFF_S
         while not self._stopping:
-            running = self._start()
-            if running is not None:
-                began, pidfd = time.monotonic(), os.pidfd_open(running.process.pid)  # nobody else has waited for it
-                self._publish(running)
-                if self._watch(running, pidfd):
-                    self.stop()
-                    if self._on_idle is not None:
-                        self._on_idle()
+            began = time.monotonic()
+            try:
+                if self._run_one():
                     return
-                with self._changed:
-                    self._running = None
-                if self._stopping:
-                    return
-                if time.monotonic() - began > LIVED_S:
-                    delay = BACKOFF_S
-                _LOG.warning(
-                    "the store at %s died (exit code %s); starting it again in %g s", self.socket, running.stop(), delay
-                )
-            select.select([self._wake], [], [], delay)
-            delay = min(2 * delay, MAX_BACKOFF_S)
+            except Exception as error:
+                _LOG.exception("keeping the store at %s failed; trying again in %g s", self.socket, delay)
+                self._end_failed(error)
+            if time.monotonic() - began > LIVED_S:
+                delay = BACKOFF_S
+            if not self._stopping:
+                select.select([self._wake], [], [], delay)
+                delay = min(2 * delay, MAX_BACKOFF_S)
+
+    def _run_one(self) -> bool:
+        """One store from its start to its end; whether it ended for want of clients, and this keeper with it."""
+        running = self._start()
+        if running is None:
+            return False
+        self._process = running
+        pidfd = os.pidfd_open(running.process.pid)  # nobody else has waited for it
+        try:
+            self._publish(running)
+            idle = self._watch(running, pidfd)
+        finally:
+            os.close(pidfd)
+        if idle:
+            self.stop()
+            if self._on_idle is not None:
+                self._on_idle()
+            return True
+        with self._changed:
+            self._running = None
+        if not self._stopping:
+            _LOG.warning("the store at %s died (exit code %s); starting it again", self.socket, running.stop())
+        return False
+
+    def _end_failed(self, error: Exception) -> None:
+        """No store of a failed attempt goes on unwatched, and nobody waits for one."""
+        with self._changed:
+            self._running, self._failure = None, StoreUnavailable(f"the store at {self.socket}: {error!r:.500}")
+            self._changed.notify_all()
+        if self._process is not None:
+            self._process.stop(self.plan.drain_s + STOP_MARGIN_S)
 
     def _start(self) -> StoreProcess | None:
         plan = self.plan
@@ -190,11 +220,8 @@ class StoreKeeper:
         if stopping:
             running.stop(self.plan.drain_s + STOP_MARGIN_S)
             return
-        try:
-            status = self.status()
-        except (StoreUnavailable, StoreRefused):
-            return  # it is ending, or the watch finds out
-        if self.plan.nvme_folder is not None:
+        status = self._asked()
+        if status is not None and self.plan.nvme_folder is not None:
             _LOG.info(
                 "the store found in %s: adopted %d, refused %d, corrupt %d",
                 self.plan.nvme_folder, status.adopted, status.refused_records, status.corrupt_records,
@@ -205,22 +232,26 @@ class StoreKeeper:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         unanswered = 0
+        while not poll.poll(1000 * min(5.0, self.plan.idle_exit_s / 4)):
+            status = self._asked()
+            unanswered = 0 if status is not None else unanswered + 1
+            if unanswered >= UNANSWERED and not self._stopping:
+                _LOG.error("the store at %s has not answered %d times; it is killed", self.socket, unanswered)
+                running.kill()
+            if status is not None and status.clients:
+                self._used = time.monotonic()
+            elif self._is_idle():
+                return True
+        return False
+
+    def _asked(self) -> Status | None:
+        """The status, or None when there is no answer, for whatever reason."""
         try:
-            while not poll.poll(1000 * min(5.0, self.plan.idle_exit_s / 4)):
-                try:
-                    unanswered, clients = 0, self.status().clients
-                except (StoreUnavailable, StoreRefused):
-                    unanswered, clients = unanswered + 1, 0
-                if unanswered >= UNANSWERED and not self._stopping:
-                    _LOG.error("the store at %s does not answer; it is killed", self.socket)
-                    running.kill()
-                if clients:
-                    self._used = time.monotonic()
-                elif self._is_idle():
-                    return True
-            return False
-        finally:
-            os.close(pidfd)
+            return self.status()
+        except Exception as error:
+            if not self._stopping:
+                _LOG.warning("the store at %s does not answer: %s: %s", self.socket, type(error).__name__, error)
+            return None
 
     def _is_idle(self) -> bool:
         """Whether it is to end for want of clients; from then on nobody gets the socket."""

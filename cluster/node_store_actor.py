@@ -1,4 +1,5 @@
-"""The node store of a Ray node: one actor per node and application that starts it, supervises it and says where it is.
+"""The node store of a Ray node: one actor per node and application that starts it, supervises it, says where it is, and
+tells the directory what it holds.
 
 Owns the actor's name, its placement and its end; the process is node_store.py's. The actor outlives the replicas that
 made it and ends, with the store, when no engine was attached for a while.
@@ -15,20 +16,26 @@ import hashlib
 import logging
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tournant.cluster.announcing import Announcing, Replies
+from tournant.cluster.directory_actor import RayShards, number_of
 from tournant.cluster.node_store import STOP_MARGIN_S, StoreKeeper, StorePlan
 from tournant.cluster.run_folder import STORE_SOCKET, RunFolder
+from tournant.kvstore.admin import Announcements, PollAnnouncements
+from tournant.kvstore.client import ask
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 
 FIND_S = 180.0
 RETRY_S = 0.2
+ASK_S = 5.0  # for what a store has to tell the directory
 MAX_CALLS = 64  # at once: replicas of a node that start together
 _LOG = logging.getLogger("tournant.node_store")
 
@@ -39,17 +46,19 @@ class NodeStoreActor:
     `find_store` makes it. Errors of a store that cannot start come from `socket`, not from here.
     """
 
-    def __init__(self, plan: StorePlan, folder: str | None) -> None:
+    def __init__(self, plan: StorePlan, folder: str | None, app: str) -> None:
         _log_to_stderr()
         context = ray.get_runtime_context()
         self._run_folder: RunFolder | None = None
         if folder is None:
             self._run_folder = RunFolder(name=_digest(context))
             folder = str(self._run_folder.path)
-        # started again by Ray: the store of the process before may still be copying down
-        patience_s = plan.drain_s + STOP_MARGIN_S if context.was_current_actor_reconstructed else 0.0
         self._me = context.current_actor
-        self._keeper = StoreKeeper(plan, Path(folder, STORE_SOCKET).parent, patience_s=patience_s, on_idle=self._end)
+        home = Path(folder, STORE_SOCKET).parent
+        # made by a process before this one, whose store may still be copying down
+        patience_s = plan.drain_s + STOP_MARGIN_S if home.exists() else 0.0
+        self._announcing = _announcing(Path(folder, STORE_SOCKET), app, context.get_node_id(), plan.directory_shards)
+        self._keeper = StoreKeeper(plan, home, patience_s=patience_s, on_idle=self._end)
 
     def socket(self, plan: StorePlan) -> str:
         """Where engines attach, once the store is ready.
@@ -62,7 +71,7 @@ class NodeStoreActor:
         try:
             return str(self._keeper.wait_ready())
         except StoreConfigError:
-            self._keeper.stop()
+            self._end_store()
             raise
 
     def status(self) -> dict[str, Any]:
@@ -73,9 +82,16 @@ class NodeStoreActor:
 
     def stop(self) -> None:
         """Let the store copy down, within its limit, and end it. The caller ends the actor then."""
-        self._keeper.stop()
+        self._end_store()
         if self._run_folder is not None:
             self._run_folder.remove()
+
+    def _end_store(self) -> None:
+        if self._announcing is not None:
+            self._announcing.stop()
+        self._keeper.stop()
+        with suppress(OSError):
+            self._keeper.socket.parent.rmdir()  # as none is there that a process left which died
 
     def _refuse(self, differences: list[str]) -> None:
         """Say why a plan cannot be followed; a store that nobody uses makes room for it instead."""
@@ -116,7 +132,7 @@ def find_store(plan: StorePlan, app: str, folder: str | None = None, timeout_s: 
     )
     problem = "its actor was not placed on the node"
     while (left := end - time.monotonic()) > 0:
-        actor: Any = actor_class.remote(plan, folder)
+        actor: Any = actor_class.remote(plan, folder, app)
         try:
             return str(ray.get(actor.socket.remote(plan), timeout=left))
         except (StoreConfigError, StoreRefused) as error:
@@ -142,6 +158,25 @@ def stop_store(app: str, timeout_s: float) -> None:
         return
     ray.get(actor.stop.remote(), timeout=timeout_s)
     ray.kill(actor, no_restart=True)
+
+
+def _announcing(socket: Path, app: str, node: str, num_shards: int) -> Announcing | None:
+    """What tells the directory, running; None without one."""
+    if not num_shards:
+        return None
+    number = number_of(node)
+
+    def poll(heard: Replies) -> Announcements:
+        return cast(Announcements, ask(socket, PollAnnouncements(number, num_shards, tuple(heard)), ASK_S))
+
+    announcing = Announcing(poll, RayShards(app, node), num_shards, _is_alone)
+    announcing.start()
+    return announcing
+
+
+def _is_alone() -> bool:
+    """Whether this is the only node of the Ray cluster."""
+    return len([node for node in ray.nodes() if node["Alive"]]) < 2
 
 
 def _name(node: str) -> str:

@@ -6,7 +6,8 @@ HTTP are one process, the engine its child; requests reach the ASGI application 
 Invariants:
  1. Serve's own queue limits lie far above the frontend's, so that overload is answered by the frontend (429).
  2. What crosses a handle is plain: dicts, lists, strings, numbers, and the errors of errors.py.
- 3. A replica that cannot generate fails its health check and is replaced; its engine ends with it.
+ 3. A replica that cannot generate fails its health check and is replaced; its engine ends with it. One that is being
+    ended fails none: Serve would log it as a fault.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.util.placement_group import get_current_placement_group
 
 from tournant.cluster.metrics import MetricSpec, MetricsRegistry, PrometheusBackend, Recorder
 from tournant.cluster.node_store_actor import find_store
 from tournant.cluster.ray_metrics import RayBackend
+from tournant.cluster.shard_actors import RayRanks, leader_facts, leader_threads, node_address
 from tournant.deploy.config import DEPLOYMENT_NAME, ServiceConfig, parse_config, refuse_address
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
@@ -34,7 +38,10 @@ from tournant.deploy.startup import start_engine
 from tournant.kvstore.admin import Status, StatusQuery
 from tournant.kvstore.client import ask
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
-from tournant.workers.errors import EngineDeadError
+from tournant.workers.config import EngineConfig
+from tournant.workers.errors import ConfigError, EngineDeadError
+from tournant.workers.rank_launch import RankLauncher
+from tournant.workers.replica_engine import ReplicaEngine
 from tournant.workers.sampling_params import SamplingParams
 
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -73,6 +80,9 @@ class Replica:
         self._store_socket: str | None = None
         self._frontend: Frontend | None = None
         self._name = ""
+        self._group = get_current_placement_group()
+        self._make_ranks: Callable[[], RayRanks]
+        self._ranks: RayRanks | None = None  # of the latest engine, if it has several
         _log_to_stderr(self._config.log_level)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
@@ -81,7 +91,9 @@ class Replica:
         Raises ConfigError, ModelFormatError and StoreUnavailable; no engine is left then.
         """
         config = self._config
-        files, tokenizer, engine = await start_engine(config, find_store=self._find_store)
+        if config.engine.num_ranks > 1:
+            config = await asyncio.to_thread(self._prepare_ranks)
+        files, tokenizer, engine = await start_engine(config, None, self._find_store, self._launcher)
         self._name = config.served_model_name or files.name
         prometheus = PrometheusBackend()
         self._metrics = MetricsRegistry(self._name, _TwoBackends(prometheus))
@@ -96,10 +108,29 @@ class Replica:
         """The node store's socket, once the store runs; None where there is to be none."""
         engine = self._config.engine
         on_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(ray.get_gpu_ids()))
-        plan = self._config.kv_store.plan(on_gpu=on_gpu, prefix_caching=engine.enable_prefix_caching)
+        plan = self._config.store_plan(on_gpu=on_gpu)
         if plan is not None:
             self._store_socket = find_store(plan, serve.get_replica_context().app_name, self._store_folder)
         return self._store_socket
+
+    def _prepare_ranks(self) -> ServiceConfig:
+        """What rank 0 is started with: threads that the operator has left open are this node's, shared by its ranks.
+
+        Raises ConfigError without a placement group.
+        """
+        if self._group is None:
+            raise ConfigError("a replica of several ranks needs a placement group; leave placement_group_bundles out")
+        engine = self._config.engine
+        threads = engine.num_threads
+        self._make_ranks = partial(RayRanks, self._group, node_address(), threads)
+        if threads is None:
+            engine = replace(engine, num_threads=leader_threads(self._group, engine.num_ranks))
+        return self._config.model_copy(update={"engine": engine})
+
+    def _launcher(self) -> RankLauncher:
+        """Of a new set of ranks."""
+        self._ranks = self._make_ranks()
+        return self._ranks
 
     @property
     def frontend(self) -> Frontend:
@@ -109,15 +140,17 @@ class Replica:
         return self._frontend
 
     async def check_health(self) -> None:
-        """Called by Serve: raises EngineDeadError unless the engine can generate."""
+        """Called by Serve: raises EngineDeadError unless the engine can generate or is being ended on purpose."""
         frontend = self.frontend
         self._metrics.record_engine(frontend.engine.stats, frontend.engine.alive, frontend.num_outstanding)
-        if not await frontend.healthy():
+        if not await frontend.healthy() and not frontend.stopping:  # asked last: it may have begun meanwhile
             raise EngineDeadError("the engine cannot generate")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, engine_pid, the tokens of
-        context, pool and longest sequence, and of the node store, if there is one, its socket and `admin.Status`.
+        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, writer_id, engine_pid, the
+        tokens of context, pool and longest sequence, and of the node store, if there is one, its socket and
+        `admin.Status`. Of an engine of several ranks: `RankFacts` of each, restarting, and last_end, why the set of
+        ranks before this one ended.
         """
         info = self.frontend.engine.info
         return {
@@ -125,11 +158,24 @@ class Replica:
             "device": info.device,
             "dtype": info.dtype,
             "native_weights": "native" in info.namespace.numerics.split("/"),
+            "writer_id": info.writer_id,
             "engine_pid": info.pid,
+            **self._describe_ranks(info.pid),
             "max_model_len": info.max_model_len,
             "pool_tokens": info.pool_tokens,
             "max_sequence_tokens": info.max_sequence_tokens,
             "kv_store": await self._describe_store(),
+        }
+
+    def _describe_ranks(self, leader_pid: int) -> dict[str, Any]:
+        engine = self.frontend.engine
+        if self._ranks is None or not isinstance(engine, ReplicaEngine):
+            return {"ranks": []}
+        facts = [leader_facts(leader_pid), *self._ranks.facts()]
+        return {
+            "ranks": [asdict(rank) for rank in facts],
+            "restarting": engine.restarting,
+            "last_end": engine.last_end,
         }
 
     async def _describe_store(self) -> dict[str, Any] | None:
@@ -144,7 +190,7 @@ class Replica:
 
     async def end_engine(self) -> None:
         """End the engine now; what runs fails. For `tournant serve`, which then lets the node store end."""
-        await self.frontend.engine.close()
+        await self.frontend.stop()
 
     async def generate(
         self,
@@ -163,7 +209,10 @@ class Replica:
         completion = await self.frontend.generate(
             prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
         )
-        return asdict(completion)
+        plain = asdict(completion)
+        if (tiers := completion.usage.cached_by_tier) is not None:
+            plain["usage"]["cached_by_tier"] = tiers._asdict()
+        return plain
 
     async def stream(
         self,
@@ -199,7 +248,7 @@ class Replica:
     async def __del__(self) -> None:
         """Called by Serve, which awaits it, when this replica ends."""
         if self._frontend is not None:
-            await self._frontend.engine.close()
+            await self._frontend.stop()
 
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:
@@ -225,6 +274,38 @@ def gpus_wanted(device: str, in_cluster: float) -> int:
     return int(device == "cuda" or (device == "auto" and in_cluster >= 1))
 
 
+def bundle_of_rank(engine: EngineConfig, gpus_in_cluster: float) -> dict[str, float]:
+    """What Ray is asked for one rank: a GPU, or, where CPUs stand in for GPUs, the cores of `num_threads`."""
+    if gpus_wanted(engine.device, gpus_in_cluster):
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": 1 if engine.num_ranks == 1 else engine.num_threads or 1}
+
+
+def placement(engine: EngineConfig) -> dict[str, Any]:
+    """What Serve is told of where a replica and its ranks are to be.
+
+    One bundle is one rank: no rank then depends on what shares its bundle, each sees one GPU, and a stage may be larger
+    than any node. Ranks of one stage exchange every layer's sums, so without further stages all bundles must be on one
+    node, if some node of the cluster is large enough for that; stages send each other little, so with several it is
+    enough that Ray packs bundles onto few nodes, and `RayRanks` keeps a stage together on what it gets.
+    """
+    started = ray.is_initialized()
+    bundle = bundle_of_rank(engine, ray.cluster_resources().get("GPU", 0) if started else 0)
+    options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    if engine.num_ranks == 1:
+        return {"ray_actor_options": options}
+    fits = not started or any(
+        all(node["Resources"].get(name, 0) >= engine.num_ranks * amount for name, amount in bundle.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return {
+        "ray_actor_options": options,
+        "placement_group_bundles": [bundle] * engine.num_ranks,
+        "placement_group_strategy": "STRICT_PACK" if fits and engine.pipeline_parallel_size == 1 else "PACK",
+    }
+
+
 def make_app(
     config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None, store_folder: str | None = None
 ) -> Application:
@@ -232,7 +313,6 @@ def make_app(
     store_folder: as `Replica` says.
     """
     engine = config.engine
-    gpus_in_cluster = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     capacity = engine.max_num_seqs + engine.max_queued_requests
     options: dict[str, Any] = {
         "num_replicas": config.num_replicas,
@@ -242,7 +322,7 @@ def make_app(
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus_wanted(engine.device, gpus_in_cluster)},
+        **placement(engine),
     }
     options |= deployment_options or {}
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)

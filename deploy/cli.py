@@ -34,10 +34,10 @@ from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
 from tournant.deploy.kv_cli import kv_app, show_bytes
-from tournant.deploy.kv_store_config import KV_STORE_KEYS
+from tournant.deploy.kv_store_config import KV_STORE_KEYS, absolute_folder
 from tournant.deploy.supervisor import become_subreaper, check_port, end_descendants
 from tournant.kvstore.config import PAGE_BYTES
-from tournant.workers.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from tournant.workers.config import DEVICES, DTYPES, KV_CACHE_DTYPES
 from tournant.workers.errors import ConfigError
 
 EARLY_LOG_LINES = 200
@@ -137,16 +137,16 @@ def serve(
     cache_dir: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Where converted models are kept.")] = None,
     device: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DEVICES)}.")] = None,
     dtype: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DTYPES)}.")] = None,
-    quantization: Annotated[
-        str | None, Flag(rich_help_panel=ENGINE, help=f"Of a .gguf file's matrices: {', '.join(QUANTIZATIONS)}.")
+    tensor_parallel_size: Annotated[
+        int | None, Flag(rich_help_panel=ENGINE, help="Processes, or GPUs, that share every layer [1].")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, Flag(rich_help_panel=ENGINE, help="Stages of layers, one after another [1].")
     ] = None,
     max_model_len: Annotated[
         int | None, Flag(rich_help_panel=ENGINE, help="Most tokens of prompt and answer \\[the model's limit].")
     ] = None,
     max_num_seqs: Annotated[int | None, Flag(rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, Flag(rich_help_panel=ENGINE, help="Tokens computed in one step [1024].")
-    ] = None,
     max_queued_requests: Annotated[
         int | None, Flag(rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")
     ] = None,
@@ -175,6 +175,7 @@ def serve(
     try:
         plan = make_plan(config, chosen)
         plan.config.kv_store.check_memory()
+        plan.config.kv_store.check_folder()
         check_port(plan.config.host, plan.config.port)
         code = ServiceRun(plan).run()
     except ConfigError as error:
@@ -193,7 +194,7 @@ def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
         section = kv_store if name in KV_STORE_KEYS else engine
         (args if name in type(plan.config).model_fields else section)[name] = value
     if "nvme_folder" in flags:
-        kv_store["nvme_folder"] = str(Path(flags["nvme_folder"]).expanduser().absolute())
+        kv_store["nvme_folder"] = absolute_folder(flags["nvme_folder"])
     for name in ("model", "cache_dir"):  # the replica runs in another folder
         if name in args and (name == "cache_dir" or Path(args[name]).expanduser().exists()):
             args[name] = str(Path(args[name]).expanduser().absolute())
@@ -327,9 +328,10 @@ class ServiceRun:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
         url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}{self._plan.route_prefix.rstrip('/')}/v1"
         weights = ", weights as quantised in the file," if facts["native_weights"] else ""
+        ranks = f" in {len(facts['ranks'])} ranks" if facts.get("ranks") else ""
         typer.echo(
             f"Ready after {time.monotonic() - self._began:.1f} s: {url} serves {facts['model']} in {facts['dtype']}"
-            f"{weights} on {facts['device']}, KV pool {facts['pool_tokens']:,} tokens, context "
+            f"{weights} on {facts['device']}{ranks}, KV pool {facts['pool_tokens']:,} tokens, context "
             f"{facts['max_sequence_tokens']:,} tokens"
         )
         messages = [{"role": "user", "content": QUESTION}]

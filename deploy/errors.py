@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-FailureKind = Literal["engine_dead", "engine_error", "timeout", "cancelled"]
+FailureKind = Literal["engine_dead", "engine_error", "timeout", "cancelled", "weights_changed"]
 
 
 class RequestError(ValueError):
@@ -40,7 +40,8 @@ class PromptTooLong(RequestError):  # noqa: N818 - names the fact
 class GenerationFailed(RuntimeError):  # noqa: N818 - names the fact
     """An accepted request ended without its answer.
 
-    kind: "engine_dead" and "engine_error" (send it again), "timeout" (of this request), "cancelled" (by the caller).
+    kind: "engine_dead" and "engine_error" (send it again), "timeout" (of this request), "cancelled" (by the caller),
+    "weights_changed" (meanwhile; send it again).
     """
 
     def __init__(self, message: str, kind: FailureKind) -> None:

@@ -13,13 +13,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tournant.cluster.metrics import RequestRecord
+from tournant.deploy.admission_gate import AdmissionGate
 from tournant.deploy.errors import PromptTooLong, RequestError
 from tournant.deploy.generation import Completion, GenerationStream
+from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.block import key_chain
 from tournant.workers.engine_client import EngineClient
@@ -66,8 +70,11 @@ class Frontend:
         self.tokenizer = tokenizer
         self.engine = engine
         self.options = options or FrontendOptions()
+        self.gate = AdmissionGate()
+        self.epoch = 0  # of the weights, by the roll-out's count; only whoever follows that sets it
         self._on_request_end = on_request_end
         self._outstanding = 0
+        self._stopping = False
         self._probe: asyncio.Task[bool] | None = None
 
     @property
@@ -75,8 +82,45 @@ class Frontend:
         """Answers admitted and not over."""
         return self._outstanding
 
+    @property
+    def served_weights(self) -> ServedWeights:
+        """What an answer that begins now is made by."""
+        return ServedWeights(self.engine.info.namespace.weights_id.hex(), self.epoch)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called: an engine that cannot generate is no fault from then on."""
+        return self._stopping
+
+    async def stop(self) -> None:
+        """End the engine and wait for it; what runs fails. Idempotent."""
+        self._stopping = True
+        await self.engine.close()
+
     def check_capacity(self, num_answers: int) -> None:
         """Raise what `submit_many` would for this many answers, before work is spent on their prompts."""
+        self._check_room(num_answers, self._outstanding + self.gate.num_pending)
+
+    @asynccontextmanager
+    async def entry(self, num_answers: int) -> AsyncIterator[None]:
+        """Encode prompts and submit them inside this block, so that both are for one engine; it waits while the weights
+        are changed. Raises as `check_capacity` and `AdmissionGate.entry`.
+        """
+        self.check_capacity(num_answers)
+        async with self.gate.entry(num_answers, self.options.request_timeout_s):
+            yield
+
+    async def change_weights(self, swap: Callable[[], Awaitable[Tokenizer]], drain_s: float) -> None:
+        """Let running requests finish for `drain_s`, then change what `engine` runs by `swap`, which returns the new
+        weights' tokenizer or raises; requests wait meanwhile. Errors and endings as `AdmissionGate.change`.
+        """
+
+        async def change() -> None:
+            self.tokenizer = await swap()
+
+        await self.gate.change(change, drain_s, self.engine.info.max_queued_requests)
+
+    def _check_room(self, num_answers: int, taken: int) -> None:
         info = self.engine.info
         capacity = info.max_num_seqs + info.max_queued_requests
         if num_answers > capacity:
@@ -85,10 +129,8 @@ class Frontend:
                 f"{capacity}; send fewer prompts or a smaller n",
                 "n",
             )
-        if self._outstanding + num_answers > capacity:
-            raise Overloaded(
-                f"{self._outstanding} answers are being generated or wait, of at most {capacity}; try again later"
-            )
+        if taken + num_answers > capacity:
+            raise Overloaded(f"{taken} answers are being generated or wait, of at most {capacity}; try again later")
 
     def submit(
         self,
@@ -133,17 +175,20 @@ class Frontend:
         self._check_params(params, info)
         _check_call(cache_salt, priority, timeout_s)
         limits = [self._room(token_ids, params, info) for token_ids in prompts]
-        self.check_capacity(len(prompts) * params.n)
+        self._check_room(len(prompts) * params.n, self._outstanding)
         if params.seed is None and not params.greedy:
             params = replace(params, seed=secrets.randbits(63))  # known here, so that another engine can resume it
         requests = [
             (self._engine_request(token_ids, params, limit, cache_salt, priority), limit)
             for token_ids, limit in zip(prompts, limits, strict=True)
         ]
+        again = partial(self._submit_again, cache_salt, priority)
+        tiers = self.options.tiers
         stream = GenerationStream(
-            engine, self.tokenizer, params, requests, self._release, join_deltas, self.options.tiers
+            engine, self.tokenizer, params, requests, self._release, join_deltas, tiers, again, self.served_weights
         )
         self._outstanding += len(stream.answers)
+        self.gate.enter(stream)
         try:
             for number, (request, _) in enumerate(requests):
                 engine.submit(request, stream.sink(number))
@@ -176,8 +221,9 @@ class Frontend:
         timeout_s: float | None = None,
     ) -> GenerationStream:
         """Start a request from Python and return its stream; errors as `submit_many`."""
-        token_ids = await self.encode_prompt(prompt)
-        return self.submit(token_ids, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
+        async with self.entry(params.n):
+            token_ids = await self.encode_prompt(prompt)
+            return self.submit(token_ids, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
 
     async def generate(
         self,
@@ -193,15 +239,18 @@ class Frontend:
         return await stream.collect()
 
     async def healthy(self) -> bool:
-        """Whether the engine can generate: it made a step recently, or does so now. Concurrent calls share a probe."""
+        """Whether the engine can generate: it made a step recently, or does so now, or will when it has been started
+        anew (`engine.restarting`). Concurrent calls share a probe.
+        """
         engine = self.engine
-        if not engine.alive:
-            return False
+        if not engine.alive or self.gate.closed or engine.restarting:
+            return engine.alive
         if engine.last_step_time and time.monotonic() - engine.last_step_time <= self.options.recent_step_s:
             return True
         if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().create_task(self._run_probe())
-        return await asyncio.shield(self._probe)
+        probed = await asyncio.shield(self._probe)
+        return probed or (engine.alive and (self.gate.closed or engine.restarting))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all reusable blocks. True only if the engine did so, within RESET_TIMEOUT_S."""
@@ -259,8 +308,23 @@ class Frontend:
 
     def _release(self, stream: GenerationStream) -> None:
         self._outstanding -= len(stream.answers)
+        self.gate.leave(stream)
         if self._on_request_end is not None:
             self._on_request_end(stream.record())
+
+    def _submit_again(self, cache_salt: str | None, priority: int, stream: GenerationStream) -> None:
+        """Give a stream that was withdrawn to the engine of now. Raises as `submit_many`."""
+        if not self.tokenizer.gives_ids_of(stream.tokenizer):
+            raise RequestError("the new weights have another tokenizer; send the request again", "prompt")
+        info, params = self.engine.info, stream.params
+        self._check_params(params, info)
+        requests = []
+        for prompt in stream.prompts:
+            limit = self._room(prompt.token_ids, params, info)
+            requests.append((self._engine_request(prompt.token_ids, params, limit, cache_salt, priority), limit))
+        stream.begin_again(requests, self.served_weights)
+        for number, (request, _) in enumerate(requests):
+            self.engine.submit(request, stream.sink(number))
 
     async def _run_probe(self) -> bool:
         """Generate one token from a prompt of one token."""

@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from tournant.cluster.metrics import RequestRecord
 from tournant.deploy.detokenizer import Detokenizer
 from tournant.deploy.errors import GenerationFailed
+from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.engine_client import EngineClient, OutputSink
 from tournant.workers.messages import EngineRequest, RequestOutput, TokenLogprobs
@@ -150,6 +152,14 @@ class Answer:
         return released
 
 
+class CachedTokens(NamedTuple):
+    """Prompt tokens taken from the KV cache, by where they lay: on the device, in RAM, on NVMe."""
+
+    device: int
+    host: int
+    nvme: int
+
+
 @dataclass(slots=True)
 class PromptState:
     """One prompt of a request and what the engine said about it; times in seconds."""
@@ -179,13 +189,13 @@ class CompletedAnswer:
 @dataclass(slots=True)
 class Usage:
     """Token counts of a request. cached_tokens: prompt tokens taken from the KV cache, for answer 0 of each prompt;
-    cached_by_tier: the same, by where they lay (device, host, NVMe), None without a node store.
+    cached_by_tier: the same, by where they lay, None without a node store.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    cached_by_tier: tuple[int, int, int] | None = None
+    cached_by_tier: CachedTokens | None = None
 
 
 @dataclass(slots=True)
@@ -212,13 +222,19 @@ class GenerationStream:
         requests: list[tuple[EngineRequest, int]],
         on_end: Callable[[GenerationStream], None],
         join_deltas: bool,
-        tiers: bool = False,
+        tiers: bool,
+        submit_again: Callable[[GenerationStream], None],
+        served_by: ServedWeights,
     ) -> None:
         self.params = params
         self.arrival = time.monotonic()
         self.first_token_time: float | None = None
         self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
         self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
+        self.tokenizer = tokenizer
+        self.delivered = False  # whether its reader has been given anything
+        self.served_by = served_by  # may become other weights until something is delivered
+        self._submit_again = submit_again
         self._engine = engine
         self._on_end = on_end
         self._join_deltas = join_deltas and params.logprobs is None
@@ -252,9 +268,8 @@ class GenerationStream:
             self._cached_by_tier() if self._tiers else None,
         )
 
-    def _cached_by_tier(self) -> tuple[int, int, int]:
-        device, host, nvme = (sum(prompt.cached_by_tier[tier] for prompt in self.prompts) for tier in range(3))
-        return device, host, nvme
+    def _cached_by_tier(self) -> CachedTokens:
+        return CachedTokens(*map(sum, zip(*(prompt.cached_by_tier for prompt in self.prompts), strict=True)))
 
     @property
     def max_tokens(self) -> list[int]:
@@ -268,6 +283,29 @@ class GenerationStream:
     def start_timer(self, timeout_s: float) -> None:
         """End the stream with a "timeout" failure unless it is over in time."""
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
+
+    def withdraw(self) -> None:
+        """Take it back from the engine and forget what was generated: nothing was `delivered`. Its time runs on."""
+        self._abort_all()
+        self._pending.clear()
+        self.answers = [Answer(answer.index, self.tokenizer, self.params) for answer in self.answers]
+        self.first_token_time, self._num_generated, self._unfinished = None, 0, len(self.answers)
+
+    def submit_again(self) -> None:
+        """Give what was withdrawn to the frontend's engine of now; errors as `Frontend.submit_many`."""
+        self._submit_again(self)
+
+    def begin_again(self, requests: list[tuple[EngineRequest, int]], served_by: ServedWeights) -> None:
+        """What it is submitted as now, and to which weights."""
+        self.served_by = served_by
+        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
+
+    def fail(self, error: GenerationFailed) -> None:
+        """Stop the work in the engine and end all answers that are not over with an error."""
+        self._abort_all()
+        for answer in self.answers:
+            if answer.finish_reason is None:
+                self._add(answer, answer.fail(error))
 
     def cancel(self) -> None:
         """Stop the work in the engine at once; what waits to be read is dropped. Idempotent."""
@@ -382,7 +420,7 @@ class GenerationStream:
             prompt.prefill_s = output.prefill_ms / 1000
 
     def _failure(self, output: RequestOutput) -> GenerationFailed:
-        if not self._engine.alive:
+        if not self._engine.alive or self._engine.restarting:
             return GenerationFailed(
                 f"the engine ended: {output.error or 'no reason given'}; send the request again", "engine_dead"
             )
@@ -412,6 +450,7 @@ class GenerationStream:
 
     def _pop(self) -> Delta:
         delta = self._pending.popleft()
+        self.delivered = True
         answer = self.answers[delta.index]
         if answer.pending is delta:
             answer.pending = None
@@ -433,11 +472,7 @@ class GenerationStream:
             self._waiter.set_result(None)
 
     def _expire(self, timeout_s: float) -> None:
-        self._abort_all()
-        error = GenerationFailed(f"the request took longer than its limit of {timeout_s:g} s", "timeout")
-        for answer in self.answers:
-            if answer.finish_reason is None:
-                self._add(answer, answer.fail(error))
+        self.fail(GenerationFailed(f"the request took longer than its limit of {timeout_s:g} s", "timeout"))
 
     def _abort_all(self) -> None:
         self._engine.abort([prompt.engine_request_id for prompt in self.prompts])

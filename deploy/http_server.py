@@ -45,7 +45,7 @@ from tournant.workers.errors import EngineDeadError, Overloaded
 VERSION = version("tournant")
 MODELS, MODEL = "/v1/models", "/v1/models/{id}"
 RETRY_SOON = (("retry-after", "1"),)
-FAILURE_STATUS = {"engine_dead": 503, "engine_error": 500, "timeout": 504}
+FAILURE_STATUS = {"engine_dead": 503, "engine_error": 500, "timeout": 504, "weights_changed": 503}
 
 Handler = Callable[[Exchange], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -261,8 +261,13 @@ class HttpApp:
         }
 
     async def _health(self, exchange: Exchange) -> None:
-        if not await self._frontend().healthy():
+        frontend = self._frontend()
+        if not await frontend.healthy():
+            if frontend.stopping:
+                raise ApiError(503, "the service is stopping", None, "stopping")
             raise ApiError(503, "the engine cannot generate", None, "unhealthy")
+        if frontend.engine.restarting:
+            raise ApiError(503, "the engine is being started anew; try again", None, "restarting", RETRY_SOON)
         await exchange.respond_json({"status": "ok"})
 
     async def _version(self, exchange: Exchange) -> None:
@@ -385,7 +390,8 @@ def _api_error(error: Exception) -> ApiError:
         case GenerationFailed(kind="cancelled"):
             raise ClientGone from error
         case GenerationFailed():
-            return ApiError(FAILURE_STATUS[error.kind], str(error), None, error.kind)
+            status = FAILURE_STATUS[error.kind]
+            return ApiError(status, str(error), None, error.kind, RETRY_SOON if status == 503 else ())
     return ApiError(
         500,
         "something went wrong in the server; its log has the details under this request's id",

@@ -1,7 +1,8 @@
 """`tournant kv`: what is in a running block store or lies in a folder of one, and how I/O orders serve a queue.
 
 Owns flags, printing and exit codes; the work is kvstore's. Folders are locked while they are read, so a running store
-keeps these commands out of its own: ask it through its socket (kv_running.py).
+keeps these commands out of its own: ask it through its socket (kv_running.py). Commands that change nothing find the
+stores of this user by themselves.
 
 Exit codes: 0 done, 1 damage found or the folder cannot be used, 2 wrong arguments.
 """
@@ -35,6 +36,9 @@ kv_app = typer.Typer(no_args_is_help=True, help="Look into the block store.")
 
 Folder = Annotated[Path | None, typer.Argument(help="Folder of the NVMe tier of a store that does not run.")]
 Socket = Annotated[Path | None, typer.Option("--socket", help="Socket of a running store, instead of a folder.")]
+Running = Annotated[
+    Path | None, typer.Option("--socket", help="Socket of a running store; with neither it nor a folder, all of yours.")
+]
 
 
 @contextmanager
@@ -57,22 +61,37 @@ def status_command(
     ] = None,
 ) -> None:
     """Counters and gauges of a running store, or of all that services of this user run here, one a line."""
-    if socket is None:
-        if not kv_running.print_all(found := store_sockets()):
-            dead = f"; these do not answer: {', '.join(map(str, found))}" if found else ""
-            _fail(f"no store of this user runs below {temporary_folder()}; name the --socket of one{dead}", 1)
+    for one in _running("name the --socket of one") if socket is None else [socket]:
+        with _place(None, one):
+            kv_running.print_status(one)
+
+
+def _running(advice: str) -> list[Path]:
+    """Sockets of this user's stores that answer; fails when none does."""
+    found = store_sockets()
+    if not (answering := [socket for socket in found if kv_running.answers(socket)]):
+        dead = f"; these do not answer: {', '.join(map(str, found))}" if found else ""
+        _fail(f"no store of this user runs below {temporary_folder()}; {advice}{dead}", 1)
+    return answering
+
+
+def _places(folder: Path | None, socket: Path | None) -> Iterator[tuple[Path | None, Path | None]]:
+    """(folder, socket) that are named; else each store that runs, with a line that says which."""
+    if folder is not None or socket is not None:
+        yield folder, socket
         return
-    with _place(None, socket):
-        kv_running.print_status(socket)
+    for one in _running("name the folder of one that does not run, or a --socket"):
+        typer.echo(f"socket {one}")
+        yield None, one
 
 
 @kv_app.command("ls")
 def ls_command(
     folder: Folder = None,
-    socket: Socket = None,
+    socket: Running = None,
     records: Annotated[bool, typer.Option("--records", help="One line per record or block.")] = False,
 ) -> None:
-    """List the blocks of a running store, or the segments of a folder by their records' headers. Reads no payloads."""
+    """List the blocks of running stores, or the segments of a folder by their records' headers. Reads no payloads."""
 
     def show(at: RecordAt, stored: Stored) -> None:
         header, part = at.header, at.header.part
@@ -83,24 +102,26 @@ def ls_command(
             f"{stored.length} stored ({CODEC_NAMES[stored.codec]})"
         )
 
-    with _place(folder, socket):
-        if socket is not None:
-            kv_running.print_blocks(socket, lines=records)
-        elif folder is not None:
-            _print_report(nvme_folder.ls(folder, show if records else None))
+    for at_rest, running in _places(folder, socket):
+        with _place(at_rest, running):
+            if running is not None:
+                kv_running.print_blocks(running, lines=records)
+            elif at_rest is not None:
+                _print_report(nvme_folder.ls(at_rest, show if records else None))
 
 
 @kv_app.command("verify")
-def verify_command(folder: Folder = None, socket: Socket = None) -> None:
+def verify_command(folder: Folder = None, socket: Running = None) -> None:
     """Read every block. Adopted: verified; refused: of another format; corrupt: damaged, never served."""
     good = True
-    with _place(folder, socket):
-        if socket is not None:
-            good = kv_running.verify_blocks(socket)
-        elif folder is not None:
-            report = nvme_folder.verify(folder)
-            _print_report(report)
-            good = not report.corrupt
+    for at_rest, running in _places(folder, socket):
+        with _place(at_rest, running):
+            if running is not None:
+                good &= kv_running.verify_blocks(running)
+            elif at_rest is not None:
+                report = nvme_folder.verify(at_rest)
+                _print_report(report)
+                good &= not report.corrupt
     raise typer.Exit(0 if good else 1)
 
 

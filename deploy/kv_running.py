@@ -6,7 +6,6 @@ Owns the words on the screen; the queries are kvstore/admin.py's. Every question
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -22,14 +21,13 @@ from tournant.kvstore.slots import SlotState
 ASK_S = 30.0
 
 
-def print_all(sockets: list[Path]) -> int:
-    """The status of each store behind its socket; how many answered."""
-    answered = 0
-    for socket in sockets:
-        with suppress(StoreUnavailable, StoreRefused):
-            print_status(socket)
-            answered += 1
-    return answered
+def answers(socket: Path) -> bool:
+    """Whether a store runs behind a socket."""
+    try:
+        ask(socket, StatusQuery(), ASK_S)
+    except (StoreUnavailable, StoreRefused):
+        return False
+    return True
 
 
 def print_status(socket: Path) -> None:

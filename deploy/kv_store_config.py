@@ -10,16 +10,18 @@ Keys of `advanced:` are the fields' names; those of NvmeConfig begin with `nvme_
 
 from __future__ import annotations
 
+import os
 import re
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tournant.cluster.node_store import DRAIN_S, StorePlan
-from tournant.kvstore.config import CHUNK_BYTES, PAGE_BYTES, StoreConfig, parse_bytes
+from tournant.kvstore.config import CHUNK_BYTES, PAGE_BYTES, StoreConfig, parse_bytes, shown
+from tournant.kvstore.disk_io import FolderRefused
 from tournant.kvstore.errors import StoreConfigError
+from tournant.kvstore.nvme_folder import locked
 from tournant.kvstore.nvme_tier import NvmeConfig
 from tournant.kvstore.policies import make_admission, make_eviction
 from tournant.workers.errors import ConfigError
@@ -83,6 +85,26 @@ class KVStoreConfig:
                 f"{MAX_SHARE:.0%} of the memory limit of {limit} bytes"
             )
 
+    def check_folder(self) -> None:
+        """Make the NVMe folder, if there is none, and see that a store can use it now.
+
+        To be called on the machine where the store will run, before anything that takes long. Raises ConfigError: no
+        folder, not writable, open to others, somebody else's, or in use by another store.
+        """
+        if self.nvme_folder is None or not self.nvme_bytes:
+            return
+        path = expanded(self.nvme_folder)
+        try:
+            with locked(path, make=True):
+                return
+        except FolderRefused as error:
+            raise ConfigError(f"kv_store.nvme_folder: {error}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"kv_store.nvme_folder is {str(path)!r:.300}: {error.strerror or error}; name a folder that user "
+                f"{os.geteuid()} can make or has, with mode 0700"
+            ) from None
+
     def plan(self, *, on_gpu: bool, prefix_caching: bool = True, limit_bytes: int | None = None) -> StorePlan | None:
         """The node store to run on this machine, None for none. limit_bytes: of memory, None = this machine's.
 
@@ -123,7 +145,7 @@ class KVStoreConfig:
     def _plan(self, host_bytes: int) -> StorePlan:
         store = self._build(StoreConfig, host_bytes=host_bytes, nvme_bytes=self.nvme_bytes)
         nvme = self._build(NvmeConfig)
-        folder = None if self.nvme_folder is None else str(Path(self.nvme_folder).expanduser())
+        folder = None if self.nvme_folder is None else str(expanded(self.nvme_folder))
         return self._build(StorePlan, store=store, nvme_folder=folder, nvme=nvme)
 
     def _build(self, cls: type[Config], **given: Any) -> Config:
@@ -146,12 +168,13 @@ class KVStoreConfig:
         for key in ("host_bytes", "nvme_bytes"):
             value = getattr(self, key)
             if not (value is None and key == "host_bytes") and (type(value) is not int or not 0 <= value < 1 << 60):
-                faults.append(f"kv_store.{key} is {reprlib.repr(value)}; it must be a size such as 4GiB, or 0")
+                faults.append(f"kv_store.{key} is {shown(value)}; it must be a size such as 4GiB, or 0")
         folder = self.nvme_folder
-        if folder is not None and (not isinstance(folder, str) or not folder.startswith(("/", "~"))):
-            faults.append(
-                f"kv_store.nvme_folder is {reprlib.repr(folder)}; it must be an absolute path or begin with ~"
-            )
+        if folder is not None:
+            try:
+                expanded(folder)
+            except ConfigError as error:
+                faults.append(str(error))
         if faults:
             raise ConfigError("\n".join(faults))
         if self.nvme_bytes and folder is None:
@@ -193,6 +216,29 @@ def read_kv_store(section: Any, advanced: Mapping[str, Any]) -> KVStoreConfig:
     return config
 
 
+def absolute_folder(folder: str) -> str:
+    """A folder as it is named on a command line, relative to the current one too. Raises ConfigError as `expanded`."""
+    return str(expanded(folder if folder.startswith(("/", "~")) else str(Path(folder).absolute())))
+
+
+def expanded(folder: object) -> Path:
+    """The NVMe folder that a user names, absolute. Raises ConfigError when no folder can have this name here."""
+    if not isinstance(folder, str) or not folder.startswith(("/", "~")):
+        raise ConfigError(f"kv_store.nvme_folder is {shown(folder)}; it must be an absolute path or begin with ~")
+    try:
+        path = Path(folder).expanduser()
+        known = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        known = False
+    except RuntimeError:
+        raise ConfigError(
+            f"kv_store.nvme_folder is {shown(folder)}; there is no such user: write the path out"
+        ) from None
+    if not known:
+        raise ConfigError(f"kv_store.nvme_folder is {shown(folder)}; no path has such letters, choose another")
+    return path
+
+
 def in_words_of_the_user(message: str, *owners: type) -> str:
     """A message of one of these dataclasses with the keys that a user writes for its fields."""
     keys = {item.name: f"advanced.{key}" for key, (owner, item) in _NAMES.items() if owner in (owners or _CONFIGS)}
@@ -214,7 +260,7 @@ def _typed(key: str, value: Any, annotation: str) -> Any:
     if value is None and optional:
         return value
     if (isinstance(value, bool) and name != "bool") or not isinstance(value, kinds):
-        raise ConfigError(f"{key} is {reprlib.repr(value)}; it must be {words}")
+        raise ConfigError(f"{key} is {shown(value)}; it must be {words}")
     return value
 
 
@@ -229,14 +275,14 @@ def _size(key: str, value: Any) -> Any:
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ConfigError(f"{key} is {reprlib.repr(value)}; {error}") from None
+        raise ConfigError(f"{key} is {shown(value)}; {error}") from None
 
 
 def _faults(value: Any) -> dict[str, Any]:
     """`advanced.faults`, all of it known. Raises ConfigError."""
     known = {item.name: str(item.type) for item in fields(Faults)}
     if not isinstance(value, Mapping) or not value.keys() <= known.keys():
-        raise ConfigError(f"advanced.faults is {reprlib.repr(value)}; its keys can be {', '.join(known)}")
+        raise ConfigError(f"advanced.faults is {shown(value)}; its keys can be {', '.join(known)}")
     plain = {key: _typed(f"advanced.faults.{key}", item, known[key]) for key, item in value.items()}
     try:
         Faults(**plain)

@@ -26,10 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tournant.deploy.config import ADVANCED_KEYS, parse_config
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
-from tournant.deploy.generation import CompletedAnswer
-from tournant.deploy.kv_store_config import KV_ADVANCED_KEYS
-from tournant.deploy.startup import OwnStore, start_engine
-from tournant.workers.engine_client import ProcessEngineClient
+from tournant.deploy.generation import CachedTokens, CompletedAnswer
+from tournant.deploy.kv_store_config import KV_ADVANCED_KEYS, absolute_folder
+from tournant.deploy.startup import OwnStore, StartedEngine, start_engine
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.sampling_params import SamplingParams
 
@@ -45,18 +44,18 @@ class PromptOutput:
 
     prompt: the text, None when token ids or messages were given; outputs: one `CompletedAnswer` per n, with text,
     token_ids, finish_reason, stop_reason and logprobs; cached_tokens: prompt tokens taken from the KV cache;
-    cached_by_tier: the same, by where they lay (device, host, NVMe), None without a node store.
+    cached_by_tier: the same, by where they lay (device, host, nvme), None without a node store.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletedAnswer]
     cached_tokens: int
-    cached_by_tier: tuple[int, int, int] | None = None
+    cached_by_tier: CachedTokens | None = None
 
 
 class LLM:
-    """A model in a process of its own, for this one.
+    """A model in a process of its own, for this one; in several with tensor_parallel_size or pipeline_parallel_size.
 
     model: folder, .gguf file or hub id, None = SmolLM2-135M-Instruct; cache_dir: where conversions are kept;
     host_bytes: RAM for KV that leaves the device, such as "4GiB", in a process of its own, 0 = none, None = none on a
@@ -75,7 +74,7 @@ class LLM:
         nvme_folder: str | Path | None = None,
         **engine_fields: Any,
     ) -> None:
-        folder = None if nvme_folder is None else str(Path(nvme_folder).expanduser().absolute())
+        folder = None if nvme_folder is None else absolute_folder(str(nvme_folder))
         kv_store = {"host_bytes": host_bytes, "nvme_bytes": nvme_bytes, "nvme_folder": folder}
         args: dict[str, Any] = {"engine": {}, "advanced": {}, "model": model, "cache_dir": cache_dir}
         for name, value in engine_fields.items():
@@ -85,13 +84,11 @@ class LLM:
         thread = threading.Thread(target=loop.run_forever, daemon=True, name="llm")
         thread.start()
         self._loop = loop
-        engines: list[ProcessEngineClient] = []
+        engines: list[StartedEngine] = []
         stores: list[OwnStore] = []
         self._close = weakref.finalize(self, _end, engines, stores, loop, thread)  # runs at the interpreter's exit too
         try:
-            plan = config.kv_store.plan(
-                on_gpu=_on_gpu(config.engine.device), prefix_caching=config.engine.enable_prefix_caching
-            )
+            plan = config.store_plan(on_gpu=_on_gpu(config.engine.device))
             stores += [] if plan is None else [OwnStore(plan)]
             find_store = stores[0].socket if stores else None
             _, tokenizer, engine = self._run(start_engine(config, find_store=find_store))
@@ -207,7 +204,7 @@ def _on_gpu(device: str) -> bool:
 
 
 def _end(
-    engines: list[ProcessEngineClient],
+    engines: list[StartedEngine],
     stores: list[OwnStore],
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
@@ -216,8 +213,7 @@ def _end(
         try:
             asyncio.run_coroutine_threadsafe(engine.close(), loop).result(CLOSE_TIMEOUT_S)
         except (TimeoutError, RuntimeError):  # at the interpreter's exit no thread can be started to wait in
-            engine.process.kill()
-            engine.process.wait()
+            engine.kill()
     for store in stores:  # engines first: they hand over what is only on the device
         store.close()
     loop.call_soon_threadsafe(loop.stop)

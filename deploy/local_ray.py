@@ -34,7 +34,7 @@ from ray.serve.exceptions import RayServeException
 
 from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.node_store_actor import stop_store
-from tournant.deploy.app import gpus_wanted, make_app
+from tournant.deploy.app import bundle_of_rank, make_app
 from tournant.deploy.config import ServeFile, ServiceConfig
 from tournant.deploy.kv_store_config import memory_limit_bytes
 from tournant.deploy.supervisor import become_subreaper, end_descendants
@@ -42,6 +42,7 @@ from tournant.workers.device import require_cuda
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.model_files import resolve_model
 from tournant.workers.models.families import read_decoder_config
+from tournant.workers.parallel import check_split
 
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's least is 75 MiB
 DESCRIBE_TIMEOUT_S = 60.0
@@ -70,11 +71,15 @@ def start_ray(folder: Path, num_cpus: int) -> None:
 
 def check_gpus(config: ServiceConfig, in_cluster: int) -> None:
     """Raises ConfigError when the replicas need more GPUs than Ray has: it would wait for them without an end."""
-    wanted = config.num_replicas * gpus_wanted(config.engine.device, in_cluster)
-    if wanted > in_cluster:
+    engine = config.engine
+    each = engine.num_ranks * int(bundle_of_rank(engine, in_cluster).get("GPU", 0))
+    if config.num_replicas * each > in_cluster:
+        ranks = f" (tensor_parallel_size {engine.tensor_parallel_size} x pipeline_parallel_size "
         raise ConfigError(
-            f"device is {config.engine.device!r} and num_replicas is {config.num_replicas}; each replica takes a GPU "
-            f"and Ray finds {in_cluster} here; choose fewer replicas or device cpu"
+            f"device is {engine.device!r} and num_replicas is {config.num_replicas}; each replica takes "
+            + ("a GPU" if each == 1 else f"{each} GPUs{ranks}{engine.pipeline_parallel_size})")
+            + f" and Ray finds {in_cluster} here; choose fewer replicas{'' if each == 1 else ', a smaller split'} or "
+            "device cpu"
         )
 
 
@@ -149,11 +154,12 @@ class ServeProcess:
         files = resolve_model(
             config.model, config.weights_dtype, config.cache_path, progress=lambda line: self._report(step=line)
         )
-        read_decoder_config(
-            files.folder, config.engine.max_model_len
-        )  # what cannot be served is said before Ray starts
+        engine = config.engine
+        model = read_decoder_config(files.folder, engine.max_model_len)  # what cannot be is said before Ray starts
+        check_split(model, engine.tensor_parallel_size, engine.pipeline_parallel_size)
         self._report(step="starting Ray")
-        start_ray(self._folder, max(os.cpu_count() or 1, config.num_replicas + 1))
+        cpus = int(config.num_replicas * engine.num_ranks * bundle_of_rank(engine, 0)["CPU"])
+        start_ray(self._folder, max(os.cpu_count() or 1, cpus + 1))
         if "ray_actor_options" not in plan.deployment_options:
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         for number in (signal.SIGTERM, signal.SIGINT):

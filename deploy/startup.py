@@ -12,10 +12,15 @@ from tournant.deploy.config import ServiceConfig
 from tournant.deploy.kv_store_config import in_words_of_the_user
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.errors import StoreConfigError, StoreRefused
+from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.errors import ConfigError
 from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.rank_launch import LocalRanks, RankLauncher
+from tournant.workers.replica_engine import ReplicaEngine
 
+StartedEngine = ProcessEngineClient | ReplicaEngine
 _LOG = logging.getLogger("tournant.startup")
 
 
@@ -23,9 +28,11 @@ async def start_engine(
     config: ServiceConfig,
     progress: Callable[[str], None] | None = None,
     find_store: Callable[[], str | None] | None = None,
-) -> tuple[ModelFiles, Tokenizer, ProcessEngineClient]:
+    make_launcher: Callable[[], RankLauncher] = LocalRanks,
+) -> tuple[ModelFiles, Tokenizer, StartedEngine]:
     """Resolve the model, then start its engine while the tokenizer loads. progress: called with a line of text.
 
+    An engine of several ranks is one that comes back. make_launcher: of the ranks of each engine, if it has several;
     find_store: called in a thread, gives the socket of the node store, None for none. A store that nobody asked for,
     of the default size, is done without when it cannot start. Raises ConfigError, ModelFormatError, EngineDeadError,
     StoreUnavailable or OSError; no engine process is left then.
@@ -40,7 +47,7 @@ async def start_engine(
     if progress is not None:
         progress(f"loading {files.name} into the engine")
     offload = None if socket is None else config.kv_store.offload(socket)
-    engine = asyncio.create_task(ProcessEngineClient.start(config.engine, files, offload=offload))
+    engine = asyncio.create_task(_start(config.engine, files, offload, make_launcher))
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, files.folder)
         return files, tokenizer, await engine
@@ -48,6 +55,17 @@ async def start_engine(
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
         raise
+
+
+async def _start(
+    config: EngineConfig,
+    files: ModelFiles,
+    offload: OffloadConfig | None,
+    make_launcher: Callable[[], RankLauncher],
+) -> StartedEngine:
+    if config.num_ranks == 1:
+        return await ProcessEngineClient.start(config, files, offload=offload)
+    return await ReplicaEngine.start(config, files, offload=offload, make_launcher=make_launcher)
 
 
 def _found(find_store: Callable[[], str | None], *, asked: bool) -> str | None:

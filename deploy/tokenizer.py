@@ -180,6 +180,13 @@ class Tokenizer:
         """Bytes that a token stands for, which may be part of a character; empty for an id without a spelling."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
+    def gives_ids_of(self, other: Tokenizer) -> bool:
+        """Whether texts and chats have the same token ids by both."""
+        if self is other:
+            return True
+        chats = self._tokenizer.chat_template == other._tokenizer.chat_template
+        return chats and bool(self._backend.to_str() == other._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in the calling thread.
 

@@ -34,6 +34,7 @@ FIRST_CHARACTERS, MORE_CHARACTERS = 1400, 700  # of text that a chat reads in it
 POOL_TOKENS, TOKEN_BYTES = 4000, 23_040  # of SmolLM2-135M in bfloat16
 HOST_BYTES, NVME_BYTES = 208 << 20, 1 << 30
 RESTORE = "auto"  # what is found below is loaded or computed again, whichever is faster here
+MODEL = "SmolLM2-135M-Instruct"  # without --model
 QUESTION = "What is this about? Answer in one sentence."
 OFF, ON = "without a store", "with a store"
 SOURCES = ("device", "RAM", "disk", "computed")
@@ -162,28 +163,50 @@ def as_table(found: dict[str, list[Answered]]) -> Table:
     return table
 
 
-def draw(found: dict[str, list[Answered]], path: Path) -> None:
-    """Save the picture. Raises ImportError without matplotlib."""
+def draw(found: dict[str, list[Answered]], path: Path, model: str) -> None:
+    """Save the picture; model: its name. Raises ImportError without matplotlib."""
     import matplotlib as mpl  # an extra, which only this needs
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for (name, answers), color in zip(found.items(), ("tab:red", "tab:blue"), strict=True):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
+    for (name, answers), color, marker in zip(found.items(), ("tab:red", "tab:blue"), "so", strict=True):
         times = sorted(returning(answers))
-        left.plot(range(1, len(times) + 1), times, "o-", markersize=4, color=color, label=name)
-        left.axhline(percentile(times, 50), color=color, linestyle=":", linewidth=1)
-    left.set(xlabel="returning turns, fastest first (dotted: median)", ylabel="time to first token, ms", yscale="log")
-    left.legend()
+        median = percentile(times, 50)
+        left.plot(
+            range(1, len(times) + 1),
+            times,
+            f"{marker}-",
+            ms=4,
+            color=color,
+            label=f"{name}: median {median:,.0f} ms (dotted)",
+        )
+        left.axhline(median, color=color, linestyle=":", linewidth=1)
+    left.set(yscale="log", xlabel="returning turns, sorted from the fastest to the slowest")
+    left.set(ylabel="time to first token (ms, logarithmic)", title="How long a user who returns waits")
+    left.yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:,.0f}"))
+    left.grid(visible=True, axis="y", which="both", alpha=0.25)
+    left.legend(loc="upper left")
+    below = {
+        "device": f"pool of {POOL_TOKENS:,} tokens",
+        "RAM": f"{HOST_BYTES >> 20} MiB",
+        "disk": f"{NVME_BYTES >> 20} MiB",
+    }
     bottoms = [0.0] * len(found)
     for source, color in enumerate(("tab:green", "tab:blue", "tab:purple", "lightgray")):
-        heights = [shares(answers)[source] for answers in found.values()]
-        right.bar(list(found), heights, 0.5, bottom=bottoms, color=color, label=SOURCES[source])
+        heights = [100 * shares(answers)[source] for answers in found.values()]
+        size = below.get(SOURCES[source])
+        label = SOURCES[source] + (f" ({size})" if size else " anew")
+        bars = right.bar(list(found), heights, 0.6, bottom=bottoms, color=color, label=label)
+        right.bar_label(bars, [f"{height:.0f} %" if height >= 3 else "" for height in heights], label_type="center")
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    right.set(ylabel="share of prompt tokens, by where they came from", ylim=(0, 1))
-    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(f"{CHATS} chats that return, device pool of {POOL_TOKENS:,} tokens, SmolLM2-135M on this machine")
+    right.set(ylabel="prompt tokens of all turns (%)", ylim=(0, 100), title="Where their KV came from")
+    handles, labels = right.get_legend_handles_labels()
+    right.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))  # as the bars are stacked
+    turns = max(answer.turn for answers in found.values() for answer in answers) + 1
+    chats = max(answer.chat for answers in found.values() for answer in answers) + 1
+    figure.suptitle(f"{model} on this CPU: {chats} chats of {turns} turns, device pool of {POOL_TOKENS:,} tokens")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -215,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     console.print(f"All {len(found[ON])} answers are the same, token for token (greedy, deterministic: true).")
     try:
-        draw(found, options.png)
+        draw(found, options.png, MODEL if options.model is None else Path(options.model).name)
     except ImportError:
         console.print("No picture: it needs matplotlib, which `make demo-offload` installs.")
     else:

@@ -1,8 +1,9 @@
-"""Questions of an operator to a running store, and their answers: status, list, verify, clear.
+"""Questions to a running store that need no attaching, and their answers: status, list, verify, clear of an operator,
+and what it has to tell the directory.
 
 Owns these messages and what they say of a node store; the socket is server.py's, the words on the screen the command
-line's. A query changes nothing but `Clear`, and pages through blocks so that no answer takes long or grows without
-bound.
+line's. Of an operator's queries only `Clear` changes something. All page through blocks, so that no answer takes long
+or grows without bound.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from tournant.kvstore.directory import Announcement, Heard
 from tournant.kvstore.groups import Copy, Group, Place
 from tournant.kvstore.node_store import NodeStore
-from tournant.kvstore.slots import Slot
+from tournant.kvstore.slots import Slot, SlotState
 from tournant.kvstore.stats import StoreStats
 
 LIST_GROUPS = 2048  # ids looked at for one page
@@ -46,10 +48,23 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
+class PollAnnouncements:
+    """What is to be sent to the shards of the directory now? From the first such question on the store gathers changes.
+
+    node: number of the node in the cluster; num_shards: 1 to MAX_SHARDS; both the same in all questions, or everything
+    is told again. heard: replies of shards to earlier announcements, (shard, reply).
+    """
+
+    node: int
+    num_shards: int
+    heard: tuple[tuple[int, Heard], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
-    """pages: (state, pages) of the host pool, states as in slots.py; pinned_pages: held by reads and hard pins; blocks:
-    known, on whatever tier; in_host: those that are whole in host slots; max_reads, max_keys, max_entries: limits of a
-    client; the rest: gauges, and counters since the start.
+    """pages: (state, pages) of the host pool, states as in slots.py, where what is not cut into slots counts as FREE;
+    pinned_pages: held by reads and hard pins; blocks: known, on whatever tier; in_host: those that are whole in host
+    slots; max_reads, max_keys, max_entries: limits of a client; the rest: gauges, and counters since the start.
     """
 
     incarnation: int
@@ -138,14 +153,23 @@ class Cleared:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Announcements:
+    """messages: (shard, what it is to be told), at most one for each shard. One that gets lost is asked for again."""
+
+    messages: tuple[tuple[int, Announcement], ...]
+
+
 def status(core: NodeStore) -> Status:
     """Counters and gauges of a store."""
     residency, tiers, reads = core.residency, core.tiers, core.reads
     stats = {field.name: getattr(core.stats, field.name) for field in fields(StoreStats)}
+    pages = list(residency.pool.pages)
+    pages[SlotState.FREE] += residency.pool.num_pages - sum(pages)
     return Status(
         incarnation=core.incarnation,
         host_pages=residency.pool.num_pages,
-        pages=tuple(enumerate(residency.pool.pages)),
+        pages=tuple(enumerate(pages)),
         pinned_pages=residency.pinned_pages,
         blocks=len(residency.index.by_gid),
         in_host=len(residency.policy),

@@ -1,4 +1,4 @@
-"""Answers an operator's queries on a running store (messages: admin.py), for server.py and local use.
+"""Answers queries to a running store (messages: admin.py), for server.py and local use.
 
 Owns what happens between question and answer; payloads are read on the shell's checker thread, so clients are served
 meanwhile.
@@ -12,6 +12,7 @@ from typing import Any
 
 from tournant.kvstore import admin
 from tournant.kvstore.admin import CopyToCheck
+from tournant.kvstore.announcer import AnnouncerConfig
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.disk_events import RecordRead
 from tournant.kvstore.disk_io import RealDisk, opened, page_buffer
@@ -19,10 +20,10 @@ from tournant.kvstore.events import Refused, Tick
 from tournant.kvstore.nvme_folder import segment_name
 from tournant.kvstore.record import CODEC_NONE, RecordHeader, checksum, padded
 from tournant.kvstore.record_io import Scratch, read_run
-from tournant.kvstore.shell import ForClients, StoreShell
+from tournant.kvstore.shell import ForClients, StoreShell, now_us
 from tournant.kvstore.wire import Query
 
-Reply = admin.Status | admin.Listed | admin.VerifiedBlocks | admin.Cleared | Refused
+Reply = admin.Status | admin.Listed | admin.VerifiedBlocks | admin.Cleared | admin.Announcements | Refused
 MAX_VERIFYING = 4  # pages of blocks being read at once
 
 
@@ -42,6 +43,8 @@ class AdminDesk:
             reply(admin.status(core))
         elif isinstance(query, admin.ListBlocks):
             reply(admin.list_blocks(core, query))
+        elif isinstance(query, admin.PollAnnouncements):
+            reply(self._poll(query))
         elif isinstance(query, admin.Clear):
             blocks = core.clear()
             deliver(self._shell.handle(Tick()))
@@ -50,6 +53,13 @@ class AdminDesk:
             reply(Refused(f"{self._verifying} checks are running; ask again when they are done"))
         else:
             self._verify(query, reply, deliver)
+
+    def _poll(self, query: admin.PollAnnouncements) -> admin.Announcements:
+        announcer = self._shell.announce(AnnouncerConfig(query.node, query.num_shards))
+        for shard, heard in query.heard:
+            if shard < query.num_shards:
+                announcer.heard(shard, heard)
+        return admin.Announcements(tuple(announcer.poll(now_us())))
 
     def _verify(
         self,

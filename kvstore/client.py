@@ -107,6 +107,7 @@ class Identity:
     slot_bytes: int = 0
     credit: int = 0
     tenant_check: bytes = b""
+    adopts: bool = False
 
 
 class StoreClient:
@@ -137,7 +138,7 @@ class StoreClient:
             transport.send(
                 Attach(
                     NO_CLIENT, who.weights_id, who.kv_form, who.tenant_check, who.writer_id, part, who.local_parts,
-                    slot_bytes, who.credit,
+                    slot_bytes, who.credit, who.adopts,
                 ),
                 deadline,
             )  # fmt: skip

@@ -25,6 +25,7 @@ from tournant.kvstore.errors import InvariantViolation, StoreConfigError
 HOST, NVME, GONE = 0, 1, 2  # where a node holds a block: readable in host slots, on NVMe only, not at all
 EVICTED_AT_ONCE = 64  # a 64th of a full index leaves at a time
 ROUTE_BYTES = 2  # at the end of a key; the same in all keys of a chain
+MAX_SHARDS = 64  # of one directory
 _U64 = (1 << 64) - 1
 
 

@@ -20,8 +20,6 @@ from typing import Literal
 
 from tournant.kvstore.record import RecordHeader
 
-MAX_RUN_RECORDS = 64  # of one write; keeps a run below the 1,024 buffers of one system call
-
 DiskErrorKind = Literal["full", "io", "sync"]
 
 
@@ -61,7 +59,7 @@ class RecordToWrite:
 
 @dataclass(frozen=True, slots=True)
 class WriteRecords:
-    """Write 1 to MAX_RUN_RECORDS records one after another from `offset` on. The first write makes the file."""
+    """Write 1 to config.MAX_RUN_RECORDS records one after another from `offset` on. The first write makes the file."""
 
     io: int
     segment: int

@@ -108,6 +108,9 @@ class RealDisk:
                 f"{path} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}; it must belong to user "
                 f"{os.geteuid()} with mode 0700 (chmod 700), because whoever can write there can replace blocks"
             )
+        if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+            os.close(folder)
+            raise FolderRefused(f"{path} cannot be written to; name a folder on a disk that can, with mode 0700")
         return folder
 
     def open_file(self, folder: int, name: str, *, create: bool = False, direct: bool = False) -> int:

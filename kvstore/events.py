@@ -20,7 +20,9 @@ class Attach:
     weights_id: digest of its weights; kv_form: numeric form of its KV, one for all clients of the same weights;
     tenant_check: HMAC of a check word under the tenant secret; writer_id: of its group of ranks, new at every forming;
     part: what it stores of each block, None for a reader; local_parts: the parts that ranks of its group on this node
-    store, its own among them; slot_bytes: size of one part; credit: slots it wants lent at any time.
+    store, its own among them; slot_bytes: size of one part; credit: slots it wants lent at any time; adopts: it writes
+    nothing of its own, but copies of what other nodes hold, and reports them under the versions of their writers, after
+    it has compared their bytes with their checksums.
     """
 
     client: int
@@ -32,6 +34,7 @@ class Attach:
     local_parts: tuple[Part, ...]
     slot_bytes: int
     credit: int
+    adopts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +316,15 @@ class Verify:
     page: int
     length: int
     checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaveWay:
+    """Blocks of a client's weights in other numeric forms, `old_forms`, were dropped for its own: records and slots."""
+
+    kv_form: str
+    old_forms: tuple[str, ...]
+    records: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ FIRST_GENERATION = 1  # of slots.py
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of linux/fcntl.h, which this Python has no name for
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MEMINFO = "/proc/meminfo"
+_BLOCK_BYTES = 512  # of st_blocks
 
 
 class HostMemory:
@@ -63,7 +64,7 @@ class HostMemory:
     @classmethod
     def create(cls, host_bytes: int, page_lock: PageLock | None = None) -> HostMemory:
         """A new pool, zeroed, every page in memory. Raises StoreConfigError when the machine cannot give so much."""
-        table_bytes = -(-host_bytes // PAGE_BYTES * GENERATION_BYTES // PAGE_BYTES) * PAGE_BYTES
+        table_bytes = _table_bytes(host_bytes)
         available = _available_bytes()
         if host_bytes + table_bytes > available:
             raise StoreConfigError(
@@ -90,18 +91,24 @@ class HostMemory:
     def adopt(cls, pool_fd: int, generations_fd: int, page_lock: PageLock | None = None) -> HostMemory:
         """Map what a store has passed; the descriptors are closed in every case.
 
-        Raises StoreRefused when they are not a sealed pool and its table, or cannot be mapped.
+        Raises StoreRefused when they are not a sealed pool and its table, all of it in memory (of what is not, a page
+        that is touched is a fault when the machine has none left), or cannot be mapped.
         """
         try:
-            sizes = [os.fstat(fd).st_size for fd in (pool_fd, generations_fd)]
+            found = [os.fstat(fd) for fd in (pool_fd, generations_fd)]
+            size, table_size = (one.st_size for one in found)
             sealed = all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED == _FIXED for fd in (pool_fd, generations_fd))
-            if not sealed or sizes[0] < PAGE_BYTES or sizes[1] < sizes[0] // PAGE_BYTES * GENERATION_BYTES:
-                raise StoreRefused(f"the store passed memory of {sizes} bytes, sealed: {sealed}; it cannot be a pool")
+            there = all(one.st_blocks * _BLOCK_BYTES >= one.st_size for one in found)
+            fits = size >= PAGE_BYTES and size % PAGE_BYTES == 0 and table_size == _table_bytes(size)
+            if not (sealed and there and fits):
+                raise StoreRefused(
+                    f"the store passed memory of {size} and {table_size} bytes, sealed: {sealed}, all there: {there}; "
+                    "it cannot be a pool and its generations; start the store anew, of the same version as this process"
+                )
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            pool = mmap.mmap(pool_fd, sizes[0], flags=shared)
-            return cls(
-                pool, mmap.mmap(generations_fd, sizes[1], flags=shared, prot=mmap.PROT_READ), (-1, -1), page_lock
-            )
+            pool = mmap.mmap(pool_fd, size, flags=shared)
+            table = mmap.mmap(generations_fd, table_size, flags=shared, prot=mmap.PROT_READ)
+            return cls(pool, table, (-1, -1), page_lock)
         except OSError as error:
             raise StoreRefused(f"the pool of the store cannot be mapped: {error}") from error
         finally:
@@ -146,6 +153,11 @@ class HostMemory:
                 os.close(fd)
         self.pool_fd = self.generations_fd = -1
         return unmapped
+
+
+def _table_bytes(host_bytes: int) -> int:
+    """Whole pages for the generations of a pool."""
+    return -(-host_bytes // PAGE_BYTES * GENERATION_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 def _available_bytes() -> int:

@@ -6,7 +6,8 @@ slots, groups and eviction are residency.py's, reads reads.py's, NVMe is tier_ma
 
 Invariants (I1-I13 of STORE.md are checked by the simulator; these are what this file adds):
  1. A report for a slot that is not lent to that client at that generation changes nothing (I4).
- 2. A version is written once: an entry for a (key, part, version) that is held changes nothing (I3).
+ 2. A version is written once: an entry for a (key, part, version) that is held changes nothing (I3). What a client
+    that adopts reports is a copy of what was written elsewhere, under its writer's version.
  3. A lent slot comes back only by report, by release or by the client's exit (I8).
  4. Lent and hard-pinned slots together stay within `max_lent_share` of the pool.
  5. Generations that readers must see are in the output before any reply of the same step.
@@ -17,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tournant.kvstore.adoption import Adoption
-from tournant.kvstore.block import KEY_BYTES
 from tournant.kvstore.clients import Client, ClientTable, Writer
-from tournant.kvstore.config import PAGE_BYTES, StoreConfig
+from tournant.kvstore.config import StoreConfig
 from tournant.kvstore.disk_events import DiskEvent, DiskInstruction, Recovery
 from tournant.kvstore.errors import InvariantViolation
 from tournant.kvstore.events import (
@@ -36,6 +36,7 @@ from tournant.kvstore.events import (
     Fetch,
     Fill,
     Forget,
+    GaveWay,
     HardPin,
     HardPinned,
     HardUnpin,
@@ -66,11 +67,10 @@ Event = (
     Attach | Report | Open | Fetch | Used | CloseRead | Bad | Forget | HardPin | HardUnpin | ClientClosed | ClientExited
     | Adopt | Tick | Verified | Drain | DiskEvent
 )  # fmt: skip
-Instruction = SetGenerations | Fill | Send | Disconnect | Verify | Drained | DiskInstruction
+Instruction = SetGenerations | Fill | Send | Disconnect | Verify | GaveWay | Drained | DiskInstruction
 
 MAX_LOADING = 0.125  # share of the pool that loads may hold before nothing is prefetched
 MAX_VERSIONS = 2  # per key, STORE.md section 4
-_MAX_U64 = (1 << 64) - 1
 
 
 class NodeStore:
@@ -86,7 +86,7 @@ class NodeStore:
         self.tiers = TierManager(config, self.residency, admission, self.weights)
         self.adoption = Adoption(self.residency, self.tiers, self.weights, self._make_room_for_version)
         self.reads = ReadTable(self.residency)
-        self.clients = ClientTable(config, self.residency, tenant_check)
+        self.clients = ClientTable(config, self.residency, self.weights, tenant_check)
         self.hard_pins = HardPins(self.residency)
         self._successors: ChainSuccessors[bytes] | None = (
             ChainSuccessors() if config.prefetch_blocks and config.nvme_bytes else None
@@ -148,30 +148,16 @@ class NodeStore:
     # ---- attach, exit
 
     def _on_attach(self, event: Attach) -> None:
-        number = None
         problem = "the store is shutting down" if self._draining else self.clients.problem(event, self.hard_pins.pages)
-        if problem is None:
-            number = self.weights.number(event.weights_id, event.kv_form)
-            if number is None:
-                problem = (
-                    f"KV of these weights is stored as {self.weights.form_of(event.weights_id)!r} here, the client "
-                    f"brings {event.kv_form!r}; use one kv_form for them, or start a store with another folder"
-                )
-        if problem is not None or number is None:
-            problem = problem or ""
+        if problem is not None:
             self._send(event.client, Refused(problem))
             self._out.append(Disconnect(event.client, problem))
             return
-        index, residency = self.residency.index, self.residency
-        part = -1 if event.part is None else index.part_number(event.part)
-        pages = -(-event.slot_bytes // PAGE_BYTES)
-        client = Client(event, number, part, pages)
-        self.clients.by_number[event.client] = client
-        residency.use_count[client.weights] = residency.use_count.get(client.weights, 0) + 1
-        if event.part is not None:
-            parts = tuple(index.part_number(p) for p in event.local_parts)
-            writer = self.clients.writers.setdefault(event.writer_id, Writer(parts))
-            writer.clients += 1
+        dropped = self.adoption.give_way(event.weights_id, event.kv_form)
+        if dropped is not None:
+            self.stats.refused_records += dropped.records
+            self._out.append(dropped)
+        client = self.clients.admit(event)
         self._send(event.client, Attached(self.incarnation, self._lend(client)))
 
     def _lend(self, client: Client) -> tuple[tuple[int, int], ...]:
@@ -181,6 +167,7 @@ class NodeStore:
             slot = self.residency.take_slot(client.pages, SlotState.LENT, client.attach.client)
             if slot is None:
                 self.stats.credit_short += 1
+                self.residency.pool.empty_a_chunk_for(client.pages)
                 break
             client.lent[slot.page] = slot
             lent.append((slot.page, slot.generation))
@@ -205,9 +192,11 @@ class NodeStore:
         for slot in client.lent.values():
             self.residency.pool.free(slot)
         self.hard_pins.unpin_all(client)
-        self.residency.use_count[client.weights] -= 1
+        self.residency.use_count[client.weights] -= not client.attach.adopts
+        if all(other.pages != client.pages for other in self.clients.by_number.values()):
+            self.residency.pool.empty_no_chunk_for(client.pages)
         writer = self.clients.writers.get(client.attach.writer_id)
-        if client.attach.part is None or writer is None:
+        if client.attach.part is None or client.attach.adopts or writer is None:
             return
         writer.clients -= 1
         for group in list(writer.incomplete.values()):  # its missing part may be the one that never comes
@@ -236,14 +225,15 @@ class NodeStore:
                 self._disconnect(event.client, f"report {event.seq} of {len(event.entries)} entries after {client.seq}")
             return  # an older one was answered long ago
         client.seq = event.seq
-        writer = self.clients.writers[client.attach.writer_id]
-        writer.reports = max(writer.reports, event.seq)
-        refused = [i for i, entry in enumerate(event.entries) if not self._take_entry(client, writer, entry)]
+        if client.attach.adopts:
+            refused = [i for i, entry in enumerate(event.entries) if not self._take_adopted(client, entry)]
+            self.stats.adopted += len(event.entries) - len(refused)
+        else:
+            refused = self._take_report(event, client)
+            self.stats.reported += len(event.entries) - len(refused)
         for page, generation in event.released:
             self._release(client, page, generation)
-        self._drop_old_incomplete(writer)
         client.reply = Reported(event.seq, self._lend(client), tuple(refused))
-        self.stats.reported += len(event.entries) - len(refused)
         self.stats.refused_entries += len(refused)
         self._send(event.client, client.reply)
 
@@ -251,18 +241,27 @@ class NodeStore:
         self._out.append(Disconnect(client, reason))
         self._on_closed(ClientClosed(client))
 
-    def _take_entry(self, client: Client, writer: Writer, entry: ReportEntry) -> bool:
-        slot = client.lent.get(entry.page)
-        if slot is None or slot.generation != entry.generation:
+    def _take_report(self, event: Report, client: Client) -> list[int]:
+        """What a writer's rank has written; indexes of the entries that changed nothing."""
+        writer = self.clients.writers[client.attach.writer_id]
+        writer.reports = max(writer.reports, event.seq)
+        refused = [i for i, entry in enumerate(event.entries) if not self._take_entry(client, writer, entry)]
+        self._drop_old_incomplete(writer)
+        return refused
+
+    def _take_adopted(self, client: Client, entry: ReportEntry) -> bool:
+        """A copy of what another node holds. Nothing changes when it is here already, or no engine wants it."""
+        slot = client.slot_of(entry)
+        if slot is None or not self.residency.use_count.get(client.weights):
             return False
-        version = entry.version
-        if (
-            version.writer_id != client.attach.writer_id
-            or not 0 <= version.counter <= _MAX_U64
-            or len(entry.key) != KEY_BYTES
-            or not 0 <= slot.pages * PAGE_BYTES - entry.length < PAGE_BYTES
-            or not 0 <= entry.checksum <= _MAX_U64
-        ):
+        if not self.adoption.take_over(entry, client.part, client.weights, slot, self._clock_us):
+            return False
+        del client.lent[entry.page]
+        return True
+
+    def _take_entry(self, client: Client, writer: Writer, entry: ReportEntry) -> bool:
+        slot, version = client.slot_of(entry), entry.version
+        if slot is None or version.writer_id != client.attach.writer_id:
             return False
         index, residency = self.residency.index, self.residency
         group = index.find(entry.key, version.writer_id, version.counter)

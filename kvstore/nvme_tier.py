@@ -27,9 +27,8 @@ import numpy as np
 
 from tournant.kvstore.checkpoint import write_checkpoint
 from tournant.kvstore.codecs import CODECS, Codecs
-from tournant.kvstore.config import MAX_SEGMENT_BYTES, PAGE_BYTES
+from tournant.kvstore.config import MAX_RUN_RECORDS, MAX_SEGMENT_BYTES, PAGE_BYTES, check_range, shown
 from tournant.kvstore.disk_events import (
-    MAX_RUN_RECORDS,
     CheckpointDone,
     CloseSegment,
     DeleteSegment,
@@ -93,13 +92,16 @@ class NvmeConfig:
             ("trace_requests", 0, 1 << 20),
             ("bytes_per_s", 0, 1 << 44),
         ):
-            if not least <= getattr(self, name) <= most:
-                raise StoreConfigError(f"{name} is {getattr(self, name)}; it must be {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
         for name, known in (("order", tuple(ORDERS)), ("codec", CODECS)):
             if getattr(self, name) not in known:
-                raise StoreConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
-        if self.kv_form is not None and not 0 < len(self.kv_form.encode()) <= MAX_KV_FORM_BYTES:
-            raise StoreConfigError(f"kv_form is {self.kv_form!r}; it must have 1 to {MAX_KV_FORM_BYTES} bytes")
+                raise StoreConfigError(f"{name} is {shown(getattr(self, name))}; it must be one of {', '.join(known)}")
+        form = self.kv_form
+        if form is not None and not (form and form.isprintable() and len(form.encode()) <= MAX_KV_FORM_BYTES):
+            raise StoreConfigError(
+                f"kv_form is {shown(form)}; it must be a name of 1 to {MAX_KV_FORM_BYTES} bytes, such as bf16, "
+                "or be left out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Residency:
 
     def __init__(self, config: StoreConfig, policy: EvictionPolicy) -> None:
         self.config = config
-        self.pool = SlotPool(config.host_bytes, config.chunk_bytes)
+        self.pool = SlotPool(config.host_bytes, config.bytes_per_chunk)
         self.index = GroupIndex()
         self.policy = policy
         self.pinned_pages = 0  # host pages of groups that something pins
@@ -80,10 +80,9 @@ class Residency:
             if self._may_leave(group, pages):
                 yield group
 
-    @staticmethod
-    def _may_leave(group: Group, pages: int) -> bool:
+    def _may_leave(self, group: Group, pages: int) -> bool:
         slot = group.copies[0].slot
-        return not group.busy and slot is not None and slot.pages == pages
+        return not group.busy and slot is not None and slot.pages == pages and not self.pool.is_emptying(slot.chunk)
 
     def _empty_a_chunk(self, pages: int) -> bool:
         """Evict all groups of one chunk of another slot size, so that it can be cut anew."""
@@ -110,7 +109,7 @@ class Residency:
             self.num_lost += 1
             self.drop(group)
             return
-        self._leave_policy(group)
+        self.leaves_policy(group)
         for copy in group.copies:
             self.detach_slot(copy)
         group.rows = None
@@ -124,7 +123,7 @@ class Residency:
         self.num_dropped += 1
         if self.on_changed is not None and group.complete:
             self.on_changed(group.key)
-        self._leave_policy(group)
+        self.leaves_policy(group)
         if any(copy.place is not None for copy in group.copies):
             self.on_places_lost(group)
         for copy in group.copies:
@@ -167,7 +166,8 @@ class Residency:
                 resident.append(group.gid)
         self.policy.touch_run(resident, now_us)
 
-    def _leave_policy(self, group: Group) -> None:
+    def leaves_policy(self, group: Group) -> None:
+        """It is not to be evicted, nor copied down, until it has `entered` again, or is gone."""
         if not group.in_policy:
             return
         group.in_policy = False

@@ -56,7 +56,7 @@ MAX_BACKLOG_BYTES = 4 << 20  # unread replies at which a connection is ended
 READY = b"ready\n"
 MAX_STRANGERS = 64  # connections that have not attached; the oldest makes room for one more
 ACCEPT_AGAIN_S = 1.0  # pause after a connection that the system did not let in
-_QUERIES = (admin.StatusQuery, admin.ListBlocks, admin.VerifyBlocks, admin.Clear)
+_QUERIES = (admin.StatusQuery, admin.ListBlocks, admin.VerifyBlocks, admin.Clear, admin.PollAnnouncements)
 _GC_THRESHOLDS = (
     10_000,
     50,
@@ -410,8 +410,9 @@ def _parent_pidfd(pid: int | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a store; the exit code: 0 after a drain, 2 when it cannot start."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     args = parse_flags(argv)
+    level = logging.INFO if args.with_parent is None else logging.WARNING  # who started it knows how it is
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         config = StoreConfig(**values_of(args, StoreConfig))
         nvme = (

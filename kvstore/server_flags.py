@@ -17,7 +17,7 @@ from tournant.kvstore.nvme_tier import NvmeConfig
 
 HELP = {
     "host_bytes": "size of the pool in RAM, such as 4GiB",
-    "chunk_bytes": "size of a part of the pool with slots of one size",
+    "chunk_bytes": "size of a part of the pool with slots of one size, 0 = 64 MiB, or half of the pool if that is less",
     "nvme_bytes": "most bytes in the folder of the NVMe tier, 0 = no such tier",
     "segment_bytes": "size of one file there",
     "eviction": "which blocks leave first",

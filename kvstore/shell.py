@@ -34,6 +34,7 @@ from tournant.kvstore.disk_events import (
     ReadDone,
     ReadRecords,
     ReadResult,
+    Recovery,
     SegmentClosed,
     SegmentDeleted,
     WriteDone,
@@ -47,6 +48,7 @@ from tournant.kvstore.events import (
     Disconnect,
     Drained,
     Fill,
+    GaveWay,
     Send,
     SetGenerations,
     Tick,
@@ -100,7 +102,9 @@ class StoreShell:
         try:
             if nvme is not None:
                 self._tier = NvmeTier(nvme.folder, nvme.config, memory.pool, self._arrive, nvme.disk)
-                self.core.recover(self._tier.open())
+                found = self._tier.open()
+                _warn_of_little_room(config.nvme_bytes, nvme.folder, found, self._tier)
+                self.core.recover(found)
         except BaseException:
             os.close(self.wake_fd)
             raise
@@ -169,6 +173,11 @@ class StoreShell:
                     self.memory.slot(page, len(payload))[:] = payload
             elif isinstance(instruction, Verify):
                 self._verify(instruction)
+            elif isinstance(instruction, GaveWay):
+                _LOG.warning(
+                    "refused %d records whose KV is stored as %s: the engines keep it as %s now",
+                    instruction.records, ", ".join(instruction.old_forms), instruction.kv_form,
+                )  # fmt: skip
             elif self._tier is None or not self._tier.submit(instruction):
                 refused.append(_not_taken(instruction))
 
@@ -210,6 +219,19 @@ class StoreShell:
             return False
         os.close(self.wake_fd)
         return True
+
+
+def _warn_of_little_room(nvme_bytes: int, folder: Path, found: Recovery, tier: NvmeTier) -> None:
+    """The store works on a disk that is smaller than its cap, but never gets that far."""
+    held = found.foreign_bytes + sum(segment.allocated for segment in found.segments)
+    with suppress(OSError):
+        free = tier.free_bytes()
+        if nvme_bytes > held + free:
+            _LOG.warning(
+                "nvme_bytes is %d, but there is room for %d bytes in %s: %d are in use there and %d of the disk are "
+                "free; blocks are kept as long as there is room: lower nvme_bytes, or free some of the disk",
+                nvme_bytes, held + free, folder, held, free,
+            )  # fmt: skip
 
 
 def now_us() -> int:

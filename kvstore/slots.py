@@ -9,6 +9,7 @@ Invariants:
     older one learns that the slot is no longer what it was.
  3. free + lent + loading + visible + draining + quarantined = all slots of all cut chunks (I6); `validate` recounts.
  4. A chunk goes back, to be cut anew, only while all its slots are FREE.
+ 5. No slot of a chunk that is being emptied, for a size that has none, is taken; no size loses its only chunk so.
 """
 
 from __future__ import annotations
@@ -63,16 +64,18 @@ class SlotPool:
     """
 
     def __init__(self, host_bytes: int, chunk_bytes: int) -> None:
-        self._chunk_pages = min(chunk_bytes, host_bytes) // PAGE_BYTES
+        self.chunk_pages = min(chunk_bytes, host_bytes) // PAGE_BYTES
         self.num_pages = host_bytes // PAGE_BYTES
-        starts = range(0, self.num_pages, self._chunk_pages)
-        self._sizes = [min(self._chunk_pages, self.num_pages - start) for start in starts]
+        starts = range(0, self.num_pages, self.chunk_pages)
+        self._sizes = [min(self.chunk_pages, self.num_pages - start) for start in starts]
         self._uncut = [Chunk(index, size) for index, size in reversed(list(enumerate(self._sizes)))]
         self._cut: dict[int, list[Chunk]] = {}  # slot size in pages -> chunks cut to it
         self._free: dict[int, list[Slot]] = {}  # slot size in pages -> free slots, the last is taken first
         self._by_page: dict[int, Slot] = {}
         self._generations: dict[int, int] = {}  # of pages of slots that are no longer cut
         self._ordered: list[Slot] = []
+        self._emptying: Chunk | None = None
+        self._emptied_for = 0  # pages
         self.pages = [0] * len(SlotState)  # pages per state
         self.bumped: list[tuple[int, int]] = []
 
@@ -100,7 +103,7 @@ class SlotPool:
         """A FREE slot in its new state, or None when there is none of this size and no chunk to cut."""
         free = self._free.get(pages)
         if not free:
-            if pages > self._chunk_pages or not self._cut_chunk(pages):
+            if pages > self.chunk_pages or not self._cut_chunk(pages):
                 return None
             free = self._free[pages]
         slot = free.pop()
@@ -129,7 +132,37 @@ class SlotPool:
         slot.state = SlotState.FREE
         slot.user = None
         slot.chunk.free += 1
-        self._free[slot.pages].append(slot)
+        if slot.chunk is not self._emptying:
+            self._free[slot.pages].append(slot)
+
+    # ---- chunks for another size
+
+    def empty_a_chunk_for(self, pages: int) -> None:
+        """Let no more slots of some chunk be taken, so that this size, which has no chunk, gets it when all that is in
+        it has left. The one with the fewest lent slots is chosen.
+        """
+        if self._emptying is not None or self._cut.get(pages):
+            return
+        spare = [c for c in self.chunks_of_other_sizes(pages) if len(self._cut[c.slots[0].pages]) > 1]
+        if spare:
+            chunk = min(spare, key=lambda c: (sum(slot.state is SlotState.LENT for slot in c.slots), c.index))
+            self._emptying, self._emptied_for = chunk, pages
+            self._drop_free_slots(chunk)
+
+    def is_emptying(self, chunk: Chunk) -> bool:
+        """Whether no slot of it is taken."""
+        return chunk is self._emptying
+
+    def empty_no_chunk_for(self, pages: int) -> None:
+        """Nobody needs slots of this size any more: a chunk that was being emptied for them stays what it is."""
+        chunk = self._emptying
+        if chunk is not None and pages == self._emptied_for:
+            self._emptying = None
+            self._free[chunk.slots[0].pages] += [slot for slot in chunk.slots if slot.state is SlotState.FREE]
+
+    def _drop_free_slots(self, chunk: Chunk) -> None:
+        size = chunk.slots[0].pages
+        self._free[size] = [slot for slot in self._free[size] if slot.chunk is not chunk]
 
     def chunks_of_other_sizes(self, pages: int) -> list[Chunk]:
         """Chunks that are cut to another size and large enough for this one, those with the most free slots first."""
@@ -143,7 +176,7 @@ class SlotPool:
         chunk = self._uncut.pop() if new else self._returned(pages)
         if chunk is None:
             return False
-        first = chunk.index * self._chunk_pages
+        first = chunk.index * self.chunk_pages
         for page in range(first, first + chunk.pages // pages * pages, pages):
             slot = Slot(page, pages, self._generations.pop(page, 1), chunk)
             chunk.slots.append(slot)
@@ -153,6 +186,7 @@ class SlotPool:
         self._cut.setdefault(pages, []).append(chunk)
         self._free.setdefault(pages, []).extend(reversed(chunk.slots))
         self.pages[SlotState.FREE] += pages * len(chunk.slots)
+        self.empty_no_chunk_for(pages)
         return True
 
     def _can_cut_new(self, pages: int) -> bool:
@@ -164,8 +198,10 @@ class SlotPool:
         if chunk is None:
             return None
         size = chunk.slots[0].pages
+        self._drop_free_slots(chunk)
         self._cut[size].remove(chunk)
-        self._free[size] = [slot for slot in self._free[size] if slot.chunk is not chunk]
+        if chunk is self._emptying:
+            self._emptying = None
         for slot in chunk.slots:
             del self._by_page[slot.page]
             self._generations[slot.page] = slot.generation + 1  # nobody may take a new slot for an old one
@@ -195,12 +231,12 @@ class SlotPool:
         if pages != self.pages:
             raise InvariantViolation(f"I6: pages per state are {self.pages}; a recount gives {pages}")
         for size, free in self._free.items():
-            listed = {slot.page for slot in free if slot.state is SlotState.FREE}
+            listed = {slot.page for slot in free if slot.state is SlotState.FREE and slot.chunk is not self._emptying}
             count = 0
             for chunk in self._cut.get(size, ()):
                 of_chunk = len([slot for slot in chunk.slots if slot.state is SlotState.FREE])
                 if chunk.free != of_chunk:
                     raise InvariantViolation(f"I6: chunk {chunk.index} counts {chunk.free} free slots of {of_chunk}")
-                count += of_chunk
+                count += of_chunk if chunk is not self._emptying else 0
             if len(free) != count or len(listed) != count:
                 raise InvariantViolation(f"I6: the free list of {size} pages is not the set of free slots")

@@ -1,7 +1,10 @@
 """The client's end of a store's unix socket: connecting, frames out and in, the descriptors that come with the first
 reply.
 
-Owns one connection and the mapping received over it. Knows nothing of what the messages mean (client.py, admin).
+Owns one connection and the mapping received over it. Of what the messages mean it knows which have an answer (the rest:
+client.py, admin).
+
+Invariant: no more answers are taken in than were asked for, so that a store cannot fill this process's memory.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
-from tournant.kvstore.events import Attach, Detach
+from tournant.kvstore.events import Attach, Bad, CloseRead, Detach, Forget, HardUnpin, Refused, Used
 from tournant.kvstore.host_tier import HostMemory, PageLock
 from tournant.kvstore.wire import MAX_REPLY_BYTES, Answer, FrameBuffer, Request, WireError, decode_answer, encode
 
 RECEIVE_BYTES = 1 << 18
 MAX_PATH_BYTES = 107  # of an address in the unix domain
+SENDS_RUBBISH = "sends rubbish"  # in an error that no store of this protocol causes
+_UNANSWERED = (Used, CloseRead, Bad, Forget, HardUnpin, Detach)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RETRY_S = 0.005
 _FAREWELL_S = 600.0  # how long a store that does not read is waited for, beside everything else
@@ -50,6 +55,7 @@ class SocketTransport:
         self._memory: HostMemory | None = None
         self._unsent: deque[memoryview] = deque()
         self._attached_by = 0  # the process that has sent an `Attach`
+        self._owed = 0  # answers that have not come
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
         self._readable, self._writable = select.poll(), select.poll()
@@ -79,6 +85,7 @@ class SocketTransport:
     def send(self, message: Request, deadline: float) -> None:
         """See `client.Transport`. An `Attach` carries a pidfd of this process."""
         self._unsent.append(memoryview(encode(message)))
+        self._owed += not isinstance(message, _UNANSWERED)
         if isinstance(message, Attach):
             self._attached_by = os.getpid()
             pidfd = os.pidfd_open(os.getpid())
@@ -138,11 +145,16 @@ class SocketTransport:
             try:
                 self._arrived.extend(self._frames.feed(data))
             except WireError as error:
-                raise StoreUnavailable(f"the store at {self._path} sends rubbish: {error}") from None
+                raise StoreUnavailable(f"the store at {self._path} {SENDS_RUBBISH}: {error}") from None
         try:
-            return decode_answer(self._arrived.popleft())
+            answer = decode_answer(self._arrived.popleft())
         except WireError as error:
-            raise StoreUnavailable(f"the store at {self._path} sends rubbish: {error}") from None
+            raise StoreUnavailable(f"the store at {self._path} {SENDS_RUBBISH}: {error}") from None
+        if not isinstance(answer, Refused):
+            self._owed -= 1
+            if self._owed < 0:
+                raise StoreUnavailable(f"the store at {self._path} {SENDS_RUBBISH}: an answer that nobody asked for")
+        return answer
 
     def _read(self) -> bytes:
         if self._memory is not None:

@@ -117,5 +117,5 @@ def _flags(config: StoreConfig | NvmeConfig, prefix: str) -> list[str]:
         if isinstance(value, bool):
             flags.append(name if value else name.replace("--", "--no-", 1))
         elif value is not None:
-            flags += [name, str(value)]
+            flags.append(f"{name}={value}")  # one word: a value may begin with a dash
     return flags

@@ -7,13 +7,14 @@ Invariants:
  1. Clean copies are made early, coldest first; a copy is dropped only when its room is needed (residency.py).
  2. A slot that an I/O reads or writes is not reused before that I/O has ended, however late it is.
  3. An I/O past its deadline makes the tier STALLED: nothing new is asked of the disk until all late ones have ended.
- 4. Full or failing for writes means read-only for a while; requests go on without.
+ 4. Full or failing for writes means read-only for a while; requests go on without. A full disk gets one segment back;
+    while whoever fills it takes that too, it gets no more.
 """
 
 from __future__ import annotations
 
 from tournant.kvstore.checkpointer import Checkpointer
-from tournant.kvstore.config import StoreConfig
+from tournant.kvstore.config import MAX_RUN_RECORDS, StoreConfig
 from tournant.kvstore.disk_events import (
     CheckpointDone,
     CloseSegment,
@@ -72,6 +73,7 @@ class TierManager:
         self._dirty_pages = 0
         self._num_writes = 0
         self._read_only_until_us = 0
+        self._gave_back = False  # a segment, since the last write that went well
         self._draining = False
         self._checkpointer = Checkpointer(self.log, self.header, config.checkpoint_segments)
         self._checkpoint_io = 0
@@ -118,6 +120,8 @@ class TierManager:
             return
         size = _bytes_on_disk(group)
         if any(copy.io for copy in group.copies) or size > self.config.segment_bytes // 2:
+            return
+        if len(group.copies) > MAX_RUN_RECORDS:
             return
         if self._admission.admit(group.key, group.heat):
             self._dirty[group.gid] = group
@@ -196,6 +200,7 @@ class TierManager:
         self._num_writes -= 1
         used = sum(at.size for at in event.records)
         if event.error is None:
+            self._gave_back = False
             self.log.give_back(done.segment, done.offset, done.reserved, used)
         for copy, at in zip(done.copies, event.records, strict=False):
             if not copy.group.dead and copy.place is None:
@@ -220,7 +225,7 @@ class TierManager:
         self.num_write_errors += 1
         self._read_only_until_us = now_us + self.config.disk_retry_us
         segment = self.log.segments[number]
-        if error.kind == "full":
+        if error.kind == "full" and not self._gave_back:
             self._give_a_segment_back(now_us)
         if segment.state is SegmentState.OPEN:
             self.log.fill()
@@ -230,7 +235,11 @@ class TierManager:
 
     def _close_full(self, now_us: int) -> None:
         for segment in self.log.segments.values():
-            if segment.state is SegmentState.FULL and not segment.ios and not self.ios.stalled:
+            if segment.state is not SegmentState.FULL or segment.ios:
+                continue
+            if not segment.live:  # of a disk that is full, for example
+                segment.state = SegmentState.LEAVING
+            elif not self.ios.stalled:
                 segment.state = SegmentState.CLOSING
                 io, _ = self.ios.start(CloseSegment, now_us, segment.number)
                 self.ios.out.append(CloseSegment(io, segment.number))
@@ -264,6 +273,7 @@ class TierManager:
             self.log.fill()
             self._close_full(now_us)
             return
+        self._gave_back = True
         segment.state = SegmentState.LEAVING
         budget = segment.end // 4
         for group in self._hot_groups(segment):

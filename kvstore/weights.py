@@ -1,4 +1,7 @@
-"""Which weights' blocks a store holds: small numbers for their digests, and one numeric form of KV for each."""
+"""Which weights' blocks a store holds: small numbers for each digest and numeric form of KV.
+
+Which form of some weights may stay is decided when a client attaches (clients.py, adoption.py).
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,36 @@ class Weights:
 
 
 class WeightsTable:
-    """Numbers are given in order and kept until the store ends."""
+    """Numbers are given in order and kept until the store ends: what a number means never changes."""
 
     def __init__(self) -> None:
         self.entries: list[Weights] = []
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[Weights, int] = {}
+        self._present: dict[bytes, dict[int, None]] = {}  # weights_id -> numbers under which there may be blocks
 
     def number(self, weights_id: bytes, kv_form: str) -> int | None:
-        """The number of these weights; None when they are known with another form, or too many are known."""
-        number = self._numbers.get(weights_id)
+        """The number of these weights in this form, of which there may be blocks from now on; None when too many are
+        known.
+        """
+        weights = Weights(weights_id, kv_form)
+        number = self._numbers.get(weights)
         if number is None:
             if len(self.entries) >= MAX_WEIGHTS:
                 return None
-            number = self._numbers[weights_id] = len(self.entries)
-            self.entries.append(Weights(weights_id, kv_form))
-        return number if self.entries[number].kv_form == kv_form else None
+            number = self._numbers[weights] = len(self.entries)
+            self.entries.append(weights)
+        self._present.setdefault(weights_id, {})[number] = None
+        return number
 
-    def form_of(self, weights_id: bytes) -> str | None:
-        """The form these weights are known with."""
-        number = self._numbers.get(weights_id)
-        return None if number is None else self.entries[number].kv_form
+    def has_room_for(self, weights_id: bytes, kv_form: str) -> bool:
+        """Whether `number` gives one."""
+        return len(self.entries) < MAX_WEIGHTS or Weights(weights_id, kv_form) in self._numbers
+
+    def in_other_forms(self, weights_id: bytes, kv_form: str) -> list[int]:
+        """Numbers of the same weights in other forms, as far as there may be blocks."""
+        present = self._present.get(weights_id, ())
+        return [number for number in present if self.entries[number].kv_form != kv_form]
+
+    def gone(self, number: int) -> None:
+        """No block is left under this number."""
+        self._present[self.entries[number].weights_id].pop(number, None)

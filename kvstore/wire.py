@@ -22,17 +22,20 @@ from typing import Any, cast
 import msgpack
 
 from tournant.kvstore.admin import (
+    Announcements,
     BlockLine,
     Clear,
     Cleared,
     ListBlocks,
     Listed,
+    PollAnnouncements,
     Status,
     StatusQuery,
     VerifiedBlocks,
     VerifyBlocks,
 )
 from tournant.kvstore.block import KEY_BYTES, Part, Version
+from tournant.kvstore.directory import MAX_SHARDS, Announcement, Heard
 from tournant.kvstore.events import (
     Attach,
     Attached,
@@ -57,15 +60,15 @@ from tournant.kvstore.events import (
 )
 from tournant.kvstore.groups import ROW
 
-PROTOCOL = 2
+PROTOCOL = 4
 MAX_REQUEST_BYTES = 2 << 20  # of one frame from a client
 MAX_REPLY_BYTES = 64 << 20  # of one frame from the store
 MAX_TEXT = 4096
 FRAME_HEADER = struct.Struct("<I")
 
-Query = StatusQuery | ListBlocks | VerifyBlocks | Clear
+Query = StatusQuery | ListBlocks | VerifyBlocks | Clear | PollAnnouncements
 Request = ClientMessage | Detach | Query
-Answer = Reply | Status | Listed | VerifiedBlocks | Cleared
+Answer = Reply | Status | Listed | VerifiedBlocks | Cleared | Announcements
 
 _PART = struct.Struct("<4I")
 _PAIR = struct.Struct("<IQ")  # page, generation
@@ -74,6 +77,8 @@ _REF = struct.Struct("<32sQQ")  # key, version
 _ENTRY = struct.Struct("<32sQQIQIQQII")  # key, version, page, generation, length, checksum, cost, kind, depth
 _INDEX = struct.Struct("<I")
 _LINE = struct.Struct("<32sQQIQIBBIB")  # see BlockLine
+_HEARD = struct.Struct("<IQQQ")  # shard, incarnation, seq, question
+_ANNOUNCEMENT = struct.Struct("<IQQQQ3I")  # shard, node, incarnation, seq, answers, how many keys host, nvme, gone
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 
 
@@ -93,10 +98,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _bounded(limit: int) -> _Kind:
+def _bounded(limit: int, least: int = 0) -> _Kind:
     def check(value: Any) -> int:
-        if type(value) is not int or not 0 <= value <= limit:
-            raise WireError(f"{_short(value)} is no whole number from 0 to {limit}")
+        if type(value) is not int or not least <= value <= limit:
+            raise WireError(f"{_short(value)} is no whole number from {least} to {limit}")
         return value
 
     return _Kind(check, check)
@@ -190,6 +195,35 @@ def _key_version(key: bytes, version: Version) -> tuple[bytes, int, int]:
     return key, version.writer_id, version.counter
 
 
+def _pack_announcements(messages: Any) -> bytes:
+    """Each as a row of fixed size and then its keys."""
+    pieces = []
+    for shard, one in messages:
+        runs = (one.host, one.nvme, one.gone)
+        numbers = (shard, one.node, one.incarnation, one.seq, one.answers, *map(len, runs))
+        pieces += [_pack_one(_ANNOUNCEMENT, numbers), *map(_pack_keys, runs)]
+    return b"".join(pieces)
+
+
+def _parse_announcements(value: Any) -> tuple[tuple[int, Announcement], ...]:
+    if type(value) is not bytes:
+        raise WireError(f"{_short(value)} is no run of announcements")
+    found, start = [], 0
+    while start < len(value):
+        row = value[start : start + _ANNOUNCEMENT.size]
+        shard, node, incarnation, seq, answers, *counts = _parse_one(_ANNOUNCEMENT, row)
+        start += _ANNOUNCEMENT.size
+        if start + sum(counts) * KEY_BYTES > len(value):
+            raise WireError(f"{sum(counts)} keys are announced; {len(value) - start} bytes follow")
+        runs = []
+        for count in counts:
+            runs.append(_parse_keys(value[start : start + count * KEY_BYTES]))
+            start += count * KEY_BYTES
+        host, nvme, gone = runs
+        found.append((shard, Announcement(node, incarnation, seq, host, nvme, gone, answers)))
+    return tuple(found)
+
+
 def _pack_one(row: struct.Struct, values: tuple[Any, ...]) -> bytes:
     try:
         return row.pack(*values)
@@ -232,6 +266,11 @@ _LINES = _rows(
     lambda rows: [BlockLine(*one) for one in rows],
     lambda line: tuple(getattr(line, field.name) for field in fields(BlockLine)),
 )
+_HEARD_REPLIES = _rows(
+    _HEARD,
+    lambda rows: [(shard, Heard(*rest)) for shard, *rest in rows],
+    lambda reply: (reply[0], reply[1].incarnation, reply[1].seq, reply[1].question),
+)
 _FOUND = (("counts", _COUNTS), ("rows", _HANDLES), ("parts", _PARTS))
 
 
@@ -254,6 +293,7 @@ _ATTACH = (
     ("local_parts", _PARTS),
     ("slot_bytes", _WIDE),
     ("credit", _NUMBER),
+    ("adopts", _FLAG),
 )
 _NAMED = (("key", _KEY), ("version", _ONE_VERSION))
 _STATUS = tuple((field.name, _PAIRS if field.name == "pages" else _WIDE) for field in fields(Status))
@@ -273,6 +313,16 @@ _SCHEMAS = (
     _Schema(33, ListBlocks, (("protocol", _constant(PROTOCOL)), ("after", _WIDE))),
     _Schema(34, VerifyBlocks, (("protocol", _constant(PROTOCOL)), ("after", _WIDE))),
     _Schema(35, Clear, (("protocol", _constant(PROTOCOL)),)),
+    _Schema(
+        36,
+        PollAnnouncements,
+        (
+            ("protocol", _constant(PROTOCOL)),
+            ("node", _WIDE),
+            ("num_shards", _bounded(MAX_SHARDS, least=1)),
+            ("heard", _HEARD_REPLIES),
+        ),
+    ),
     _Schema(64, Attached, (("incarnation", _WIDE), ("lent", _PAIRS)), from_client=False),
     _Schema(65, Refused, (("message", _TEXT),), from_client=False),
     _Schema(66, Reported, (("seq", _WIDE), ("lent", _PAIRS), ("refused", _INDEXES)), from_client=False),
@@ -288,6 +338,12 @@ _SCHEMAS = (
         from_client=False,
     ),
     _Schema(99, Cleared, (("blocks", _WIDE),), from_client=False),
+    _Schema(
+        100,
+        Announcements,
+        (("messages", _Kind(_pack_announcements, _parse_announcements)),),
+        from_client=False,
+    ),
 )
 _BY_CLASS = {schema.cls: schema for schema in _SCHEMAS}
 _BY_CODE = {schema.code: schema for schema in _SCHEMAS}

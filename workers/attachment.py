@@ -25,7 +25,7 @@ from tournant.workers.transfer_messages import Event
 class Attachment:
     """See the module. clients: one per kind of block, with slots of its size; the first one reads, too; status: of the
     store when it was attached, for its limits; part: what the engine stores of a block; emit: takes events for the
-    engine; over: why nothing more is asked of the store, "" while it serves.
+    engine; over: why nothing more is asked of the store, "" while it serves; in_group, publishes: as in `LinkIdentity`.
     """
 
     def __init__(
@@ -36,6 +36,9 @@ class Attachment:
         lanes: CopyLanes,
         emit: Callable[[Event], None],
         clock: Callable[[], float],
+        *,
+        in_group: bool = False,
+        publishes: bool = True,
     ) -> None:
         self.clients = clients
         self.client = clients[0]
@@ -44,6 +47,8 @@ class Attachment:
         self.part = part
         self.emit = emit
         self.clock = clock
+        self.in_group = in_group
+        self.publishes = publishes
         self.over = ""
         self._lanes = lanes
         self._jobs: dict[Job, None] = {}

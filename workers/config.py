@@ -6,7 +6,7 @@ Values that depend on the machine or the model (pool size, largest context) are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tournant.workers.errors import ConfigError
 
@@ -31,7 +31,10 @@ class EngineConfig:
     gpu_memory_utilization leaves on CUDA; gpu_memory_utilization: share of a GPU's memory that weights, the largest
     step and the pool may take together;
     block_tokens: tokens per KV block, None = 16 on CPU, 64 on CUDA; num_threads: CPU threads, None = all cores;
-    num_in_flight: batches that run or wait to be booked while the next is scheduled, None = 1 on CPU, 2 on CUDA.
+    num_in_flight: batches that run or wait to be booked while the next is scheduled, None = 1 on CPU, 2 on CUDA, but
+    one per stage at least;
+    tensor_parallel_size: ranks that share every layer; pipeline_parallel_size: stages of layers, one after another.
+    Each rank is a process; on CUDA each has a GPU. num_threads and kv_cache_bytes are of each rank then.
     """
 
     device: str = "auto"
@@ -49,6 +52,8 @@ class EngineConfig:
     num_in_flight: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -70,12 +75,14 @@ class EngineConfig:
             "block_tokens": (8, 256),
             "num_threads": (1, 1024),
             "num_in_flight": (1, 8),
+            "tensor_parallel_size": (1, 256),
+            "pipeline_parallel_size": (1, 256),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
-            ):
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -85,3 +92,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+_OPTIONAL = frozenset(item.name for item in fields(EngineConfig) if item.default is None)

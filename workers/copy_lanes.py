@@ -16,12 +16,14 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import reprlib
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tournant.kvstore.groups import Handle
 from tournant.kvstore.host_tier import HostMemory
@@ -33,6 +35,7 @@ from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.transfer_messages import BlockImages, Copied, Event, Loaded, ReadEnded
 
 PIECE_BLOCKS = 8  # copied, then checked, then told
+LOG_EVERY_S = 10.0  # at most one line of blocks that cannot be copied
 _LOG = logging.getLogger("tournant.tiers")
 
 
@@ -95,6 +98,7 @@ class CopyLanes:
         self._load_faults = BlockFaults(faults.load_delay_ms, faults.fail_every_load, faults.flip_every_load)
         self._down: queue.SimpleQueue[CopyDown | None] = queue.SimpleQueue()
         self._up: queue.SimpleQueue[CopyUp | None] = queue.SimpleQueue()
+        self._log_at, self._num_failed = clock(), 0  # when to write the next line; blocks since the last one
         self._copiers = ThreadPoolExecutor(config.num_copiers, "copier")  # starts threads when they are needed
         self._threads = [
             threading.Thread(target=self._serve_down, name="copies-down", daemon=True),
@@ -151,14 +155,14 @@ class CopyLanes:
                 return
             last = min(first + step, stop)
             fails, flips = faults.next_block() if faults.active else (False, False)
-            slots = [job.memory.slot(lent.page, length) for lent, length in job.places[first:last]]
             try:
                 if fails:
                     raise RuntimeError("a fault that was asked for")
+                slots = [job.memory.slot(lent.page, length) for lent, length in job.places[first:last]]
                 self._images.save(job.blocks[first:last], slots)
                 found = [checksum(slot) for slot in slots]
             except Exception as error:
-                _log(error, "down", job.blocks[first:last])
+                self._note(error, "down", job.blocks[first:last])
                 continue
             if flips:
                 flip_bit(slots[0])
@@ -182,7 +186,7 @@ class CopyLanes:
             try:
                 moved += self._copy_up(job, last)
             except Exception as error:
-                _log(error, "up", job.blocks[before:last])
+                self._note(error, "up", job.blocks[before:last])
                 break
             if job.good - before < wanted:
                 break
@@ -223,8 +227,19 @@ class CopyLanes:
             job.good += 1
         return size
 
+    def _note(self, error: Exception, way: str, blocks: Sequence[int]) -> None:
+        """Blocks cannot be copied. Not exact between threads, which only shifts a line."""
+        self._num_failed += len(blocks)
+        if self._clock() >= self._log_at:
+            count, self._num_failed, self._log_at = self._num_failed, 0, self._clock() + LOG_EVERY_S
+            text = "%d blocks could not be copied since the last such line, of them %s %s: %s"
+            _LOG.warning(text, count, reprlib.repr(list(blocks)), way, one_line(error))
 
-def _log(error: Exception, way: str, blocks: Sequence[int]) -> None:
-    """RuntimeError is what a device says; anything else is to be found. In text: the error itself holds on to slots."""
-    text = str(error) if isinstance(error, RuntimeError) else traceback.format_exc()
-    _LOG.warning("blocks %s cannot be copied %s: %s", blocks, way, text)
+
+def one_line(error: Exception) -> str:
+    """What went wrong, and where unless the text says enough. A text, because an error holds on to views of slots."""
+    if isinstance(error, RuntimeError):  # what a device or a store says
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in place)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

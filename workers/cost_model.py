@@ -142,9 +142,12 @@ class CostModel:
             total += LATENCY_S[NVME] + (num_nvme * block_bytes + self._waiting[NVME]) / nvme
         return total
 
-    def choose(self, tiers: Sequence[int], first: int, block_bytes: int, now: float, busy_s: float = 0.0) -> Choice:
+    def choose(
+        self, tiers: Sequence[int], first: int, block_bytes: int, now: float, busy_s: float = 0.0, decoding: int = 0
+    ) -> Choice:
         """How many of these blocks to load. tiers: HOST or NVME of each; first: their place in the chain; busy_s: for
-        how long the device computes for others first, which loading need not wait for.
+        how long the device computes for others first, which loading need not wait for; decoding: sequences that wait
+        for their tokens while this prompt is computed, and do not while it is loaded: their seconds count as well.
 
         What loading saves grows with the position, so only ends of runs from one tier can be best. What is unknown is
         tried: all blocks are loaded then.
@@ -156,7 +159,8 @@ class CostModel:
         all_loaded = self.load_s(count - num_nvme, num_nvme, block_bytes, now)
         if whole is None or all_loaded is None:
             return Choice(count, all_loaded or 0.0, whole or 0.0)
-        best, best_s = 0, busy_s + whole
+        waiters = 1 + decoding
+        best, best_s = 0, busy_s + waiters * whole
         on_nvme = 0
         for index, tier in enumerate(tiers):
             on_nvme += tier == NVME
@@ -164,6 +168,6 @@ class CostModel:
                 continue
             load = self.load_s(index + 1 - on_nvme, on_nvme, block_bytes, now)
             rest = self.compute_s((first + index + 1) * tokens, stop)
-            if load is not None and rest is not None and max(load, busy_s) + rest < best_s:
-                best, best_s = index + 1, max(load, busy_s) + rest
+            if load is not None and rest is not None and max(load, busy_s) + waiters * rest < best_s:
+                best, best_s = index + 1, max(load, busy_s) + waiters * rest
         return Choice(best, all_loaded, whole)

@@ -326,8 +326,10 @@ def require_cuda(index: int = 0) -> None:
         )
 
 
-def make_device(name: str) -> Device:
-    """The device that `EngineConfig.device` names. Raises ConfigError when it is "cuda" and there is none."""
+def make_device(name: str, index: int = 0) -> Device:
+    """The device that `EngineConfig.device` names; index: which GPU. Raises ConfigError when it is "cuda" and there is
+    none.
+    """
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return CudaDevice()
+        return CudaDevice(index)
     return CpuDevice()

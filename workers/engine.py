@@ -21,6 +21,7 @@ from tournant.workers.batch import Batch, PendingStep
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
+from tournant.workers.group_link import GroupLink
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.scheduler import Scheduler
@@ -76,6 +77,8 @@ class Engine:
             self._tiers.restores.queues = (scheduler.running, scheduler.restoring, scheduler.waiting)
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._most_in_flight = config.num_in_flight or runner.num_in_flight
+        if self._tiers is not None:
+            self._tiers.restores.least_turns = self._most_in_flight
         self._sequences: dict[int, list[Sequence]] = {}
         self._arrivals = 0
 
@@ -127,8 +130,13 @@ class Engine:
             self._tiers.orders.clear()
 
     def attach(self, wait: Callable[[float], object], most_s: float) -> None:
-        """Give the store a moment to be there before the first request. wait, most_s: as in `flush`."""
-        self._step_until(lambda tiers: tiers.attached, wait, most_s)
+        """Give the store a moment to be there before the first request. wait, most_s: as in `flush`.
+
+        Raises ConfigError when a store refuses this engine and would for ever; one that is not there may come later.
+        """
+        self._step_until(lambda tiers: tiers.attached or bool(tiers.refusal), wait, most_s)
+        if self._tiers is not None and self._tiers.refusal:
+            raise ConfigError(f"the node store does not serve this engine: {self._tiers.refusal}")
 
     def flush(self, wait: Callable[[float], object], most_s: float) -> None:
         """With nothing left to compute: let what is only on the device go down, for at most so long. wait: returns when
@@ -257,3 +265,5 @@ class Engine:
     def validate(self) -> None:
         """Check every invariant of scheduler, sequences and blocks; with nothing to do, nothing may be held."""
         self.scheduler.validate()
+        if isinstance(self._link, GroupLink):
+            self._link.validate()

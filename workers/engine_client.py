@@ -6,7 +6,8 @@ One message per engine step comes back; outputs of each request go to the sink g
 Guarantees:
  1. Every submitted request gets exactly one output with a finish_reason per answer, "error" when the engine dies.
  2. Step messages of another writer id are dropped.
- 3. The engine process ends with its parent.
+ 3. The engine process ends with its parent, and so do the other ranks of an engine that has several; once one of them
+    has ended, all are killed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, Protocol, cast
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import (
+    LOCAL_HOST,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -40,11 +42,15 @@ from tournant.workers.messages import (
 )
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.rank_launch import GroupPlace, LocalRanks, RankLauncher
 
 OutputSink = Callable[[RequestOutput], None]
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 30.0
+LAUNCH_POLL_S = 0.25  # between looks for ranks that ended before they reached the engine
+LAUNCH_GRACE_S = 2.0  # for the engine to say it better
+ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelFormatError": ModelFormatError}
 logger = logging.getLogger("tournant.engine_client")
 
 
@@ -65,7 +71,11 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine process has ended; then it never comes back under this client."""
+        """False once nothing comes back under this client: the engine process has ended, or it is not started anew."""
+
+    @property
+    def restarting(self) -> bool:
+        """Whether there is no engine now, but may be one soon; `submit` raises EngineDeadError until then."""
 
     def new_request_id(self) -> int:
         """A request id never given before by this client."""
@@ -89,8 +99,13 @@ class EngineClient(Protocol):
 class ProcessEngineClient(asyncio.Protocol):
     """`EngineClient` over a socket pair to an engine in a child process. Make it with `await start(...)`."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], launcher: RankLauncher | None = None) -> None:
         self.process = process
+        self.num_finished = 0  # answers that did not end in "error"
+        self._launcher = launcher
+        self._launching: asyncio.Task[None] | None = None
+        self._burying: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer()
@@ -110,8 +125,10 @@ class ProcessEngineClient(asyncio.Protocol):
         files: ModelFiles,
         timeout_s: float = START_TIMEOUT_S,
         offload: OffloadConfig | None = None,
+        launcher: RankLauncher | None = None,
     ) -> ProcessEngineClient:
-        """Start an engine process and wait until it is ready. offload: its tiers below the device, if it has any.
+        """Start an engine process and wait until it is ready. offload: its tiers below the device, if it has any;
+        launcher: what starts its other ranks, if it has any, None = on this machine.
 
         Raises ConfigError or ModelFormatError as the engine found, EngineDeadError when it died or took longer than
         `timeout_s`; no process is left then.
@@ -121,13 +138,16 @@ class ProcessEngineClient(asyncio.Protocol):
             # -P keeps the current folder off the module path: a bare `kernels` there would shadow others' packages
             command = [sys.executable, "-P", "-m", "tournant.workers.engine_process", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        client = cls(process)
+        if launcher is None and config.num_ranks > 1:
+            launcher = LocalRanks()
+        client = cls(process, launcher)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: client, sock=ours)
         try:
             model = (str(files.folder), files.name, files.weights_id)
-            client._send(start_to_wire(StartMessage(config, model, os.getpid(), offload)))
-            await asyncio.wait_for(client._ready, timeout_s)
+            host = LOCAL_HOST if launcher is None else launcher.host
+            client._send(start_to_wire(StartMessage(config, model, os.getpid(), offload, host)))
+            await asyncio.wait_for(client._until_ready(), timeout_s)
         except TimeoutError:
             await client.close()
             raise EngineDeadError(f"the engine was not ready after {timeout_s:g} s; see its log above") from None
@@ -135,6 +155,16 @@ class ProcessEngineClient(asyncio.Protocol):
             await client.close()
             raise
         return client
+
+    async def _until_ready(self) -> EngineInfo:
+        """A rank that ends before it has reached the engine is known to the launcher alone."""
+        while not self._ready.done() and self._launcher is not None:
+            await asyncio.wait([self._ready], timeout=LAUNCH_POLL_S)
+            if not self._ready.done() and (causes := await asyncio.to_thread(self._launcher.causes)):
+                await asyncio.wait([self._ready], timeout=LAUNCH_GRACE_S)
+                if not self._ready.done():
+                    self._ready.set_exception(EngineDeadError(f"ranks could not start: {'; '.join(causes)}"))
+        return await self._ready
 
     @property
     def info(self) -> EngineInfo:
@@ -157,6 +187,11 @@ class ProcessEngineClient(asyncio.Protocol):
     def alive(self) -> bool:
         """False once the engine process has ended."""
         return self._alive
+
+    @property
+    def restarting(self) -> bool:
+        """Never: what has ended does not come back under this client."""
+        return False
 
     def new_request_id(self) -> int:
         """A request id never given before by this client."""
@@ -192,9 +227,17 @@ class ProcessEngineClient(asyncio.Protocol):
         """Let the engine check all its invariants: "" when they hold, else what is wrong."""
         return str(await self._call("validate"))
 
+    async def wait_ended(self) -> str:
+        """Return when the engine has ended: why."""
+        return await asyncio.shield(self._ended)
+
     async def close(self) -> None:
-        """End the engine process and wait for it. Idempotent; kills it when it does not end by itself."""
-        if self._alive and self._transport is not None and not self._transport.is_closing():
+        """End the engine process, and its other ranks, and wait for them. Idempotent; kills what does not end by
+        itself.
+        """
+        if self._info is None:  # it reads nothing before it is ready, and has nothing to bring to an end
+            self.process.kill()
+        elif self._alive and self._transport is not None and not self._transport.is_closing():
             self._send(["close"])
         try:
             await asyncio.to_thread(self.process.wait, CLOSE_TIMEOUT_S)
@@ -204,6 +247,29 @@ class ProcessEngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self._end("the engine was closed")
+        if self._burying is not None:
+            await asyncio.shield(self._burying)
+
+    def kill(self) -> None:
+        """SIGKILL the engine process and its other ranks, for when no event loop can `close` any more."""
+        self.process.kill()
+        self.process.wait()
+        if self._launcher is not None:
+            self._launcher.kill()
+
+    async def _bury(self, launcher: RankLauncher) -> None:
+        """Kill the other ranks, which end by themselves unless they are stopped."""
+        for cause in await asyncio.to_thread(launcher.causes):
+            logger.error("%s", cause)
+        await asyncio.to_thread(launcher.kill)
+
+    async def _launch(self, launcher: RankLauncher, place: GroupPlace) -> None:
+        try:
+            await asyncio.to_thread(launcher.start, place)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not self._ready.done():
+                kind = type(error) if isinstance(error, ConfigError) else EngineDeadError
+                self._ready.set_exception(kind(f"the engine's ranks could not be started: {error}"))
 
     async def _call(self, kind: str) -> Any:
         if not self._alive:
@@ -238,7 +304,8 @@ class ProcessEngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine's end is gone: everything that waits is told."""
-        self._end("the engine process ended")
+        code = self.process.poll()
+        self._end("the engine process ended" if code is None else f"the engine process ended (exit code {code})")
 
     def _handle(self, message: list[Any]) -> None:
         match message[0]:
@@ -253,9 +320,13 @@ class ProcessEngineClient(asyncio.Protocol):
                 if not self._ready.done():
                     self._ready.set_result(self._info)
             case "failed":
-                kinds: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelFormatError": ModelFormatError}
                 if not self._ready.done():
-                    self._ready.set_exception(kinds.get(message[1], EngineDeadError)(message[2]))
+                    self._ready.set_exception(ERRORS.get(message[1], EngineDeadError)(message[2]))
+            case "forming" if self._launcher is not None and self._launching is None:
+                place = GroupPlace.from_wire(message[1])
+                self._launching = self._loop.create_task(self._launch(self._launcher, place))
+            case "dead":
+                self._end(str(message[1]))
             case kind:
                 raise ValueError(f"unknown message kind {kind!r}")
 
@@ -270,6 +341,7 @@ class ProcessEngineClient(asyncio.Protocol):
                 continue
             sink, running = entry
             if output.finish_reason is not None:
+                self.num_finished += output.finish_reason != "error"
                 running.discard(output.index)
                 if not running:
                     del self._sinks[output.request_id]
@@ -279,7 +351,10 @@ class ProcessEngineClient(asyncio.Protocol):
         if not self._alive:
             return
         self._alive = False
-        error = EngineDeadError(f"{why} (exit code {self.process.poll()})")
+        error = EngineDeadError(why)
+        self._ended.set_result(why)
+        if self._launcher is not None:
+            self._burying = self._loop.create_task(self._bury(self._launcher))
         if not self._ready.done():
             self._ready.set_exception(error)
         for future in self._calls.values():

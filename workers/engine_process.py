@@ -6,6 +6,7 @@ thread. Frames are those of messages.py.
 Guarantees:
  1. The process ends when its parent does (the parent's pidfd or the end of the socket says so), whatever it is doing.
  2. A failed step ends the requests it held with "error"; three in a row end the process, and the client reports why.
+    With other ranks one is enough, and so is the loss of a rank at any time: the last frame tells the first cause.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
+
+from tournant.kernels.layout import KVLayout
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import EngineConfig
-from tournant.workers.device import Device
-from tournant.workers.engine import Engine
+from tournant.workers.device import Device, make_device
+from tournant.workers.engine import Engine, Runner
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.fp8_images import lower_kv_form
 from tournant.workers.messages import (
@@ -35,6 +39,7 @@ from tournant.workers.messages import (
     EngineStats,
     FrameBuffer,
     RequestOutput,
+    StartMessage,
     StepMessage,
     info_to_wire,
     pack_frame,
@@ -44,8 +49,13 @@ from tournant.workers.messages import (
 )
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.model_runner import ModelRunner
-from tournant.workers.offload import open_link
+from tournant.workers.offload import open_group_link, open_link
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.parallel_runner import ShardRunner
+from tournant.workers.rank_channel import LAST_WORDS_S
+from tournant.workers.rank_group import RankLost
+from tournant.workers.rank_leader import RankLeader, split_of
+from tournant.workers.transfer_messages import Link
 
 MAX_FAILED_STEPS = 3
 ATTACH_S = 5.0  # most seconds that readiness waits for the node store
@@ -63,6 +73,10 @@ class EngineServer:
         self._wake = threading.Event()
         self._frames = FrameBuffer()
         self._writer_id = int.from_bytes(os.urandom(8), "little")
+        self._sending = threading.Lock()
+        self._ending = threading.Lock()  # taken once, by whoever ends the process
+        self._ready = False
+        self._leader: RankLeader | None = None
 
     def run(self) -> None:
         """Load what the first frame names, say "ready" or "failed", then serve."""
@@ -72,15 +86,41 @@ class EngineServer:
         folder, name, weights_id = start.model
         try:
             files = ModelFiles(Path(folder), name, weights_id)
-            engine, info = build_engine(
-                start.config, files, self._writer_id, offload=start.offload, wake=self._wake.set
-            )
+            engine, info = self._build(start, files)
+            engine.attach(self._rest, ATTACH_S)
+        except RankLost as error:
+            self._end_without_rank(error)
         except (ConfigError, ModelFormatError, OSError, MemoryError, ValueError, RuntimeError) as error:
-            self._send(["failed", type(error).__name__, str(error)])
-            raise SystemExit(1) from error
-        engine.attach(self._rest, ATTACH_S)
+            self._give_up(type(error).__name__, str(error))
+        self._ready = True
         self._send(info_to_wire(info))
         self._serve(engine)
+
+    def _build(self, start: StartMessage, files: ModelFiles) -> tuple[Engine, EngineInfo]:
+        split = split_of(start.config, files.folder)
+        if split.size == 1:
+            return build_engine(start.config, files, self._writer_id, offload=start.offload, wake=self._wake.set)
+        device = make_device(start.config.device)
+        self._leader = leader = RankLeader(start, split, self._writer_id, device, self._give_up)
+        self._send(["forming", leader.place.to_wire()])
+        config, wake = leader.place.config, self._wake.set
+        return build_engine(config, files, self._writer_id, device, start.offload, wake, leader)
+
+    def _give_up(self, kind: str, cause: str) -> NoReturn:
+        """End the process, from any thread, and tell the client why."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread is at it
+        if self._leader is not None:
+            logger.error("the ranks of this engine end: %s", cause)
+        try:
+            self._send(["dead", cause] if self._ready else ["failed", kind, cause])
+        finally:
+            os._exit(1)
+
+    def _end_without_rank(self, error: RankLost) -> NoReturn:
+        """End because a rank is lost. The thread that hears of ranks knows best why: it ends the process, if it can."""
+        threading.Event().wait(2 * LAST_WORDS_S)
+        self._give_up(type(error).__name__, str(error))
 
     def _first_message(self) -> list[Any]:
         while True:
@@ -122,9 +162,13 @@ class EngineServer:
                 try:
                     outputs += engine.step()
                     failed = 0
+                except RankLost as error:
+                    self._end_without_rank(error)
                 except (RuntimeError, ValueError, KeyError, IndexError, MemoryError, InvariantViolation) as error:
                     failed += 1
                     logger.exception("step %d failed", step)
+                    if self._leader is not None:  # the ranks are not at the same step any more
+                        self._give_up(type(error).__name__, f"rank 0: {type(error).__name__}: {error}")
                     outputs += engine.fail_all(f"the engine could not compute a step: {type(error).__name__}")
                     if failed >= MAX_FAILED_STEPS:
                         raise
@@ -151,19 +195,28 @@ class EngineServer:
                 case "validate":
                     self._send(["reply", message[1], _validate(engine)])
                 case "close":
-                    engine.flush(self._rest, FLUSH_S)
-                    engine.close()
-                    raise SystemExit(0)
+                    self._close(engine)
                 case kind:
                     raise ValueError(f"unknown message kind {kind!r}")
         return outputs
+
+    def _close(self, engine: Engine) -> NoReturn:
+        try:
+            engine.flush(self._rest, FLUSH_S)
+            engine.close()
+        except RankLost as error:
+            self._end_without_rank(error)
+        if self._leader is not None:
+            self._leader.close()
+        raise SystemExit(0)
 
     def _rest(self, seconds: float) -> None:
         self._wake.wait(seconds)
         self._wake.clear()
 
     def _send(self, message: list[Any]) -> None:
-        self._connection.sendall(pack_frame(message))
+        with self._sending:
+            self._connection.sendall(pack_frame(message))
 
 
 def _add(engine: Engine, message: list[Any]) -> list[RequestOutput]:
@@ -187,6 +240,12 @@ def _validate(engine: Engine) -> str:
     return ""
 
 
+def _dtype_of(computing: torch.dtype, layout: KVLayout) -> str:
+    """What it computes in, and the form of KV on the device, as EngineConfig calls it, where that is another."""
+    name = str(computing).removeprefix("torch.")
+    return name if layout.dtype == computing else f"{name} with {layout.kv_form} KV"
+
+
 def build_engine(
     config: EngineConfig,
     files: ModelFiles,
@@ -194,13 +253,20 @@ def build_engine(
     device: Device | None = None,
     offload: OffloadConfig | None = None,
     wake: Callable[[], None] = lambda: None,
+    leader: RankLeader | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """An engine with its model loaded, and what it says of itself; device: see `ModelRunner`; offload: its tiers below
-    the device; wake: called from another thread when these have news for the engine.
+    the device; wake: called from another thread when these have news for the engine; leader: of its ranks, if there are
+    others.
 
-    Raises ConfigError, ModelFormatError.
+    Raises ConfigError, ModelFormatError, RankLost.
     """
-    runner = ModelRunner(config, files, device)
+    if leader is None:
+        runner = ModelRunner(config, files, device)
+        steps: Runner = runner
+    else:
+        runner = shard = ShardRunner(config, files, leader.form(), device)
+        steps = parallel = leader.lead(shard)
     decoder, layout = runner.decoder_config, runner.layout
     info = EngineInfo(
         writer_id=writer_id,
@@ -212,7 +278,7 @@ def build_engine(
         max_queued_requests=config.max_queued_requests,
         vocab_size=decoder.vocab_size,
         eos_token_ids=decoder.eos_token_ids,
-        dtype=str(layout.dtype).removeprefix("torch."),
+        dtype=_dtype_of(runner.decoder.dtype, layout),
         device=runner.device.kind,
         namespace=runner.namespace
         if offload is None
@@ -220,11 +286,14 @@ def build_engine(
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,
     )
-    if offload is None:
-        engine = Engine(config, runner, info)
-    else:
+    link: Link | None = None
+    if offload is not None and leader is not None:
+        steps, group_link = open_group_link(parallel, offload, wake)
+        leader.deliver_to(group_link.deliver)
+        link = group_link
+    elif offload is not None:
         steps, link = open_link(runner, offload, writer_id, wake)
-        engine = Engine(config, steps, info, link, offload)
+    engine = Engine(config, steps, info, link, offload)
     gc.collect()
     gc.freeze()  # what was loaded lives as long as the process: the collector need not look at it again
     return engine, info

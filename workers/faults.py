@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -18,6 +18,8 @@ from tournant.workers.transfer_messages import BlockImages
 
 if TYPE_CHECKING:
     from tournant.workers.engine import Runner
+
+_T = TypeVar("_T")
 
 
 class BlockFaults:
@@ -57,17 +59,49 @@ class _LaterStep:
         return self._future.result()
 
 
-class DelayedRunner:
-    """A runner whose steps are carried out in a thread of its own, each `delay_ms` late, in the order given."""
+class LateSteps:
+    """A thread that carries out what it is given, in order, each `delay_ms` late."""
 
-    def __init__(self, runner: Runner, delay_ms: float, sleep: Callable[[float], object] = time.sleep) -> None:
-        self._runner = runner
+    def __init__(self, delay_ms: float, sleep: Callable[[float], object] = time.sleep) -> None:
         self._delay_s = delay_ms / 1000
         self._sleep = sleep
-        self._last: Future[StepResult] | None = None
+        self._last: Future[object] | None = None
         self._thread = ThreadPoolExecutor(
             1, "delayed-steps", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
+
+    def later(self, act: Callable[[], _T]) -> Future[_T]:
+        """Do it late, behind everything given before."""
+        return self.behind(lambda: self._late(act))
+
+    def behind(self, act: Callable[[], _T]) -> Future[_T]:
+        """Do it as soon as everything given before is over."""
+        future = self._thread.submit(act)
+        self._last = cast("Future[object]", future)
+        return future
+
+    def carry_out(self, act: Callable[[], None]) -> None:
+        """`later`, for whoever asks for no result. Raises what the one before raised, if that is over."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+        self.later(act)
+
+    def settle(self) -> None:
+        """Return once all that was given so far is over. From any thread."""
+        if self._last is not None:
+            wait([self._last])
+
+    def _late(self, act: Callable[[], _T]) -> _T:
+        self._sleep(self._delay_s)
+        return act()
+
+
+class DelayedRunner(LateSteps):
+    """A runner whose steps are carried out in a thread of its own, each `delay_ms` late, in the order given."""
+
+    def __init__(self, runner: Runner, delay_ms: float, sleep: Callable[[float], object] = time.sleep) -> None:
+        super().__init__(delay_ms, sleep)
+        self._runner = runner
 
     @property
     def num_in_flight(self) -> int:
@@ -76,28 +110,17 @@ class DelayedRunner:
 
     def run(self, batch: Batch) -> PendingStep:
         """Begin one batch; returns at once."""
-        future = self._thread.submit(self._carry_out, batch)
-        self._last = future
-        return _LaterStep(future)
-
-    def settle(self) -> None:
-        """Return once all steps given so far are over. From any thread."""
-        if self._last is not None:
-            wait([self._last])
-
-    def _carry_out(self, batch: Batch) -> StepResult:
-        self._sleep(self._delay_s)
-        return self._runner.run(batch).result()
+        return _LaterStep(self.later(lambda: self._runner.run(batch).result()))
 
 
 class FollowingImages:
-    """`BlockImages` whose copies come after all steps given so far, on the CPU too, where a `DelayedRunner` is the only
+    """`BlockImages` whose copies come after all steps given so far, on the CPU too, where `LateSteps` are the only
     thing that is not over when it was given.
     """
 
-    def __init__(self, images: BlockImages, runner: DelayedRunner) -> None:
+    def __init__(self, images: BlockImages, steps: LateSteps) -> None:
         self._images = images
-        self._runner = runner
+        self._steps = steps
 
     @property
     def slot_bytes(self) -> int:
@@ -110,10 +133,10 @@ class FollowingImages:
 
     def save(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         """See `BlockImages`."""
-        self._runner.settle()
+        self._steps.settle()
         self._images.save(blocks, slots)
 
     def load(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         """See `BlockImages`."""
-        self._runner.settle()
+        self._steps.settle()
         self._images.load(slots, blocks)

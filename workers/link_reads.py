@@ -11,33 +11,45 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from tournant.kvstore.block import Part
+from tournant.kvstore.block import Part, Version
 from tournant.kvstore.events import Fetched as FetchedReply
 from tournant.kvstore.events import Opened
 from tournant.kvstore.groups import ROW, Handle
 from tournant.kvstore.read_group import Answer
 from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import CopyUp
-from tournant.workers.transfer_messages import HOST, NVME, EndRead, Fetch, Fetched, Found, Load, Lookup, ReadEnded
+from tournant.workers.transfer_messages import (
+    HOST,
+    NVME,
+    EndRead,
+    Fetch,
+    Fetched,
+    Found,
+    Load,
+    Lookup,
+    ReadEnded,
+    Shown,
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     """A lookup and what has become of it. since: of the order that is being carried out; at_store: its number there,
-    0 = not asked yet; picks, tiers: what was found, None before; fetching: a `Fetch` was given; handles: where
-    the fetched blocks lie, None before.
+    0 = not asked yet; shown: every version of each key that was found, in a group of ranks; picks: the ones to be read,
+    None before the answer; fetching: a `Fetch` was given; handles: where the fetched blocks lie, None before.
     """
 
     number: int
     keys: tuple[bytes, ...]
     since: float
     at_store: int = 0
+    shown: list[list[Handle]] = field(default_factory=list)
     picks: list[Handle] | None = None
-    tiers: bytes = b""
     fetching: bool = False
     handles: list[Handle] | None = None
     load: tuple[Load, float] | None = None
@@ -45,7 +57,9 @@ class _Read:
 
 
 class LinkReads:
-    """See the module. Methods raise StoreUnavailable; then `lose` is to be called."""
+    """See the module. Methods raise StoreUnavailable, and ValueError for a reply that fits no question; then `lose` is
+    to be called.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         self._at = attachment
@@ -61,13 +75,16 @@ class LinkReads:
         self._ask()
 
     def fetch(self, order: Fetch, since: float) -> None:
-        """Choose the first `count` blocks of what was found. Ignored before that, and the second time."""
+        """Choose the first `count` blocks of what was found, in a group the versions that its leader names. Ignored
+        before that, and the second time.
+        """
         read = self._reads.get(order.read)
         if read is None or read.picks is None or read.fetching:
             return
         read.fetching, read.since = True, since
+        read.picks = named(read.shown, order.picks) if self._at.in_group else read.picks[: order.count]
         self._at.expect("fetch", read.at_store)
-        self._at.client.start_fetch(read.at_store, [handle.version for handle in read.picks[: order.count]])
+        self._at.client.start_fetch(read.at_store, [handle.version for handle in read.picks])
 
     def load(self, order: Load, since: float) -> None:
         """Copy what was fetched, as soon as it is; without a fetch the read ends."""
@@ -100,10 +117,14 @@ class LinkReads:
         if read is None or read.picks is not None:
             return
         self._at.settle("open", message.read)
-        read.picks = choose_here(Answer(message.counts, message.rows, message.parts), self._at.part)
-        read.tiers = bytes(HOST if handle.generation else NVME for handle in read.picks)
-        self._at.emit(Found(read.number, read.tiers, self._at.clock() - read.since))
-        if not read.tiers:
+        read.picks = self._chosen(message, len(read.keys))
+        tiers = bytes(map(_tier, read.picks))
+        versions: tuple[tuple[Shown, ...], ...] = ()
+        if self._at.in_group:
+            read.shown = shown_here(Answer(message.counts, message.rows, message.parts), self._at.part)
+            versions = tuple(tuple((one.writer_id, one.counter, _tier(one)) for one in key) for key in read.shown)
+        self._at.emit(Found(read.number, tiers, self._at.clock() - read.since, versions))
+        if not tiers:
             self._end(read)
 
     def fetched(self, message: FetchedReply) -> None:
@@ -112,14 +133,21 @@ class LinkReads:
         if read is None or read.picks is None or read.handles is not None:
             return
         self._at.settle("fetch", message.read)
-        handles = choose_here(Answer(message.counts, message.rows, message.parts), self._at.part)
+        handles = self._chosen(message, len(read.picks))
         if any(handle[:2] != picked[:2] for handle, picked in zip(handles, read.picks, strict=False)):
             raise ValueError("the store fetched other versions than it was asked for")
+        for handle in handles:
+            self._at.memory.slot(handle.page, handle.length)  # raises for a place outside the pool
         read.handles = handles
-        from_nvme = sum(handle.length for handle, tier in zip(read.handles, read.tiers, strict=False) if tier == NVME)
+        from_nvme = sum(handle.length for handle, was in zip(handles, read.picks, strict=False) if not was.generation)
         self._at.emit(Fetched(read.number, len(read.handles), from_nvme, self._at.clock() - read.since))
         if read.load is not None:
             self._begin(read, *read.load)
+
+    def _chosen(self, message: Opened | FetchedReply, most: int) -> list[Handle]:
+        if len(message.counts) > most:
+            raise ValueError(f"the store answers {len(message.counts)} blocks; it was asked for {most}")
+        return choose_here(Answer(message.counts, message.rows, message.parts), self._at.part)
 
     # ---- steps
 
@@ -201,3 +229,31 @@ def choose_here(answer: Answer, part: Part) -> list[Handle]:
             break
         found.append(best)
     return found
+
+
+def shown_here(answer: Answer, part: Part) -> list[list[Handle]]:
+    """Per key, all versions that one answer shows of this one part, as they are shown. Ends at the first key without.
+    Raises ValueError as `handles`.
+    """
+    found: list[list[Handle]] = []
+    for handles in answer.handles():
+        here = [handle for handle in handles if answer.parts[handle.part] == part]
+        if not here:
+            break
+        found.append(here)
+    return found
+
+
+def named(shown: Sequence[Sequence[Handle]], picks: Sequence[Version]) -> list[Handle]:
+    """Per key, the handle of the version that a leader has picked; ends at the first that was not shown."""
+    found: list[Handle] = []
+    for handles, version in zip(shown, picks, strict=False):
+        handle = next((one for one in handles if one.version == version), None)
+        if handle is None:
+            break
+        found.append(handle)
+    return found
+
+
+def _tier(handle: Handle) -> int:
+    return HOST if handle.generation else NVME

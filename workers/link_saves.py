@@ -11,11 +11,15 @@ Invariants:
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tournant.kvstore.client import StoreClient
 from tournant.kvstore.events import Reported, ReportEntry
 from tournant.kvstore.groups import Handle
+from tournant.kvstore.host_tier import HostMemory
 from tournant.kvstore.report_book import Lent as LentSlot
 from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import CopyDown, CopyUp
@@ -31,7 +35,7 @@ from tournant.workers.transfer_messages import (
     Unstashed,
 )
 
-REFILL_S = 0.25  # between two questions for slots that the store could not lend
+REFILL_S, LAST_REFILL_S = 0.25, 2.0  # between two questions for slots that the store could not lend
 
 
 @dataclass(slots=True)
@@ -48,7 +52,9 @@ class _Saving:
 
 
 class LinkSaves:
-    """See the module. Methods raise StoreUnavailable; then `lose` is to be called."""
+    """See the module. Methods raise StoreUnavailable, and ValueError for a reply that fits no report; then `lose` is to
+    be called.
+    """
 
     def __init__(self, attachment: Attachment, kind: int) -> None:
         self._at = attachment
@@ -60,6 +66,7 @@ class LinkSaves:
         self._reports: dict[int, tuple[_Saving, list[int]] | None] = {}  # None: asks only for slots
         self._stashes: dict[int, Handle] = {}
         self._dropped: set[int] = set()  # stashes that nobody wants when they are copied
+        self._refill_s = REFILL_S
         self._refill_at = attachment.clock() + REFILL_S
 
     @property
@@ -70,7 +77,11 @@ class LinkSaves:
     # ---- saves
 
     def save(self, order: Save, since: float) -> None:
-        """Copy down what there are slots for; the rest is refused."""
+        """Copy down what there are slots for; the rest is refused. Nothing, where another rank stores this part."""
+        if not self._at.publishes:
+            self._at.emit(Copied(order.save, 0, 0.0))
+            self._at.emit(Saved(order.save, True, (), len(order.entries)))
+            return
         saving = _Saving(order)
         places: list[tuple[LentSlot, int]] = []
         for index in range(len(order.entries)):
@@ -128,12 +139,16 @@ class LinkSaves:
     def reported(self, message: Reported) -> None:
         """The store has answered a report."""
         self._at.settle("report", message.seq, self._kind)
+        check_lent(self._at.memory, self._client, [page for page, _ in message.lent])
         found = self._reports.pop(message.seq, None)
         if found is None:
+            self._refill_s = REFILL_S if message.lent else min(2 * self._refill_s, LAST_REFILL_S)
             if message.lent:
                 self._at.emit(Lent(len(message.lent), self._kind))
             return
         saving, indexes = found
+        if len(set(message.refused)) < len(message.refused) or max(message.refused, default=0) >= len(indexes):
+            raise ValueError(f"the store refuses entries {reprlib.repr(message.refused)} of {len(indexes)}")
         saving.refused += [indexes[place] for place in message.refused]
         saving.num_lent += len(message.lent) + len(message.refused)
         saving.left -= 1
@@ -152,7 +167,7 @@ class LinkSaves:
     def refill(self) -> None:
         """Ask for slots that are missing."""
         if self._at.clock() >= self.refill_at():
-            self._refill_at = self._at.clock() + REFILL_S
+            self._refill_at = self._at.clock() + self._refill_s
             seq = self._client.post(())
             self._reports[seq] = None
             self._at.expect("report", seq, self._kind)
@@ -244,6 +259,22 @@ class LinkSaves:
     def _begin(self, job: CopyDown | CopyUp) -> None:
         self._jobs[job.number] = job
         self._at.begin(job)
+
+
+def check_lent(memory: HostMemory, client: StoreClient, pages: Iterable[int]) -> None:
+    """Slots that a store has just lent are in its pool, and no more than were asked for. Raises ValueError."""
+    if client.num_lent > client.identity.credit:
+        raise ValueError(f"the store lends {client.num_lent} slots; it was asked for {client.identity.credit}")
+    for page in pages:
+        memory.slot(page, client.identity.slot_bytes)
+
+
+def check_all_lent(memory: HostMemory, client: StoreClient) -> None:
+    """`check_lent` for all that a client that has just attached was lent."""
+    free = list(iter(client.take_slot, None))
+    for lent in free:
+        client.put_back(lent)
+    check_lent(memory, client, [lent.page for lent in free])
 
 
 def _slot_of(handle: Handle) -> LentSlot:

@@ -5,14 +5,14 @@ Runs on the link's thread and never waits. Reads are link_reads.py's, saves and 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import assert_never
 
 from tournant.kvstore.errors import StoreUnavailable
 from tournant.kvstore.events import Fetched, Opened
+from tournant.kvstore.socket_transport import SENDS_RUBBISH
 from tournant.workers.attachment import Attachment
-from tournant.workers.copy_lanes import Job
+from tournant.workers.copy_lanes import Job, one_line
 from tournant.workers.link_reads import LinkReads
 from tournant.workers.link_saves import LinkSaves
 from tournant.workers.transfer_messages import (
@@ -22,6 +22,7 @@ from tournant.workers.transfer_messages import (
     Event,
     Fetch,
     Found,
+    Leave,
     Load,
     Lookup,
     Order,
@@ -34,8 +35,6 @@ from tournant.workers.transfer_messages import (
     Unstashed,
     Used,
 )
-
-_LOG = logging.getLogger("tournant.tiers")
 
 
 def refuse(order: Order, emit: Callable[[Event], None]) -> None:
@@ -52,17 +51,18 @@ def refuse(order: Order, emit: Callable[[Event], None]) -> None:
             emit(Stashed(order.stash, False))
         case Unstash():
             emit(Unstashed(order.stash, False))
-        case Fetch() | Load() | EndRead() | Used() | DropStash():
+        case Fetch() | Load() | EndRead() | Used() | DropStash() | Leave():
             return
         case _:
             assert_never(order)
 
 
 class LinkSession:
-    """See the module."""
+    """See the module. broken: the store is lost because it said what makes no sense."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
+        self.broken = False
         self._reads = LinkReads(attachment)
         self._saves = [LinkSaves(attachment, kind) for kind in range(len(attachment.clients))]
 
@@ -110,10 +110,11 @@ class LinkSession:
         try:
             step()
         except StoreUnavailable as error:
+            self.broken = SENDS_RUBBISH in str(error)
             self.lose(str(error))
         except Exception as error:  # a reply that makes no sense
-            _LOG.exception("the link to the store failed")
-            self.lose(f"{type(error).__name__}: {error}")
+            self.broken = True
+            self.lose(one_line(error))
 
     def _advance(self) -> None:
         for client, saves in zip(self.attachment.clients, self._saves, strict=True):
@@ -150,5 +151,7 @@ class LinkSession:
                 self._saves[0].unstash(order, since)
             case DropStash():
                 self._saves[0].drop_stash(order)
+            case Leave():
+                self.lose("a rank of the group has lost its store")
             case _:
                 assert_never(order)

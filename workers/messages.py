@@ -22,6 +22,7 @@ from tournant.workers.sampling_params import SamplingParams
 
 MAX_FRAME_BYTES = 64 << 20
 FRAME_HEADER = struct.Struct("<I")
+LOCAL_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class RequestOutput:
 class TierStats:
     """An engine's side of the tiers below the device: counters since it started, and gauges.
 
-    attached: 1 while a store serves; store_losses: how often it was lost; dirty_blocks: sealed device blocks that are
+    attached: 1 while a store serves; store_losses: how often it was lost; store_refusals: how often one was there that
+    does not serve this engine; dirty_blocks: sealed device blocks that are
     not copied down; pressure: of STORE.md section 4, a share; saved_*, loaded_*: device blocks copied down and back;
     fetched_bytes: NVMe to RAM; *_seconds: in copies, queue included; refused_saves: blocks that did not arrive;
     skipped_saves: steps without credit for all that was to go; dropped_dirty: blocks dropped from the device that were
@@ -131,6 +133,7 @@ class TierStats:
 
     attached: int = 0
     store_losses: int = 0
+    store_refusals: int = 0
     dirty_blocks: int = 0
     pressure: float = 0.0
     saved_blocks: int = 0
@@ -218,9 +221,12 @@ def unpack_body(body: bytes | memoryview) -> list[Any]:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames. Holds at most one frame's bytes beyond what it has given out."""
+    """Cuts a byte stream into frames of at most `max_bytes`. Holds at most one frame's bytes beyond what it has given
+    out.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[list[Any]]:
@@ -228,8 +234,8 @@ class FrameBuffer:
         self._buffer += data
         while len(self._buffer) >= FRAME_HEADER.size:
             (length,) = FRAME_HEADER.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
+            if length > self.max_bytes:
+                raise ValueError(f"a frame of {length} bytes exceeds the limit of {self.max_bytes} bytes")
             end = FRAME_HEADER.size + length
             if len(self._buffer) < end:
                 return
@@ -309,29 +315,31 @@ def step_from_wire(message: list[Any]) -> StepMessage:
 @dataclass(frozen=True, slots=True)
 class StartMessage:
     """What an engine process is to be: the first frame it gets. model: (folder, name, weights_id); offload: None
-    without a store.
+    without a store; host: address of this machine at which its other ranks, if there are any, find it.
     """
 
     config: EngineConfig
     model: tuple[str, str, bytes]
     parent_pid: int
     offload: OffloadConfig | None = None
+    host: str = LOCAL_HOST
 
 
 def start_to_wire(start: StartMessage) -> list[Any]:
-    """["start", parent pid, config map, (folder, name, weights_id), map or None] for `pack_frame`."""
+    """["start", parent pid, config map, (folder, name, weights_id), map or None, host] for `pack_frame`."""
     offload = None if start.offload is None else asdict(start.offload)
-    return ["start", start.parent_pid, asdict(start.config), list(start.model), offload]
+    return ["start", start.parent_pid, asdict(start.config), list(start.model), offload, start.host]
 
 
 def start_from_wire(message: list[Any]) -> StartMessage:
     """Inverse of `start_to_wire`."""
-    _, parent_pid, config, (folder, name, weights_id), offload = message
+    _, parent_pid, config, (folder, name, weights_id), offload, host = message
     return StartMessage(
         EngineConfig(**config),
         (folder, name, weights_id),
         parent_pid,
         None if offload is None else OffloadConfig.from_plain(offload),
+        host,
     )
 
 

@@ -5,6 +5,7 @@ Validated once, frozen. The store's own settings are kvstore/config.py's.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -33,23 +34,25 @@ class Faults:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) < 0:
-                raise ConfigError(f"faults.{item.name} is {getattr(self, item.name)}; it must be 0 or more")
+            value = getattr(self, item.name)
+            if not _is_number(value) or not value >= 0:
+                raise ConfigError(f"faults.{item.name} is {reprlib.repr(value)}; it must be a number of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """What an operator chooses about an engine's tiers below the device.
 
-    store_socket: of the node store; credit_blocks: slots that the store lends for blocks on their way down, None = the
-    lesser of 256 and a sixteenth of its pool; copy_start, copy_parallel, copy_stop: watermarks of STORE.md section 4 as
-    shares of the device pool; num_copiers: threads that copy down above copy_parallel; publish_share: share of a step's
-    time that copying down may take below copy_start; restore: "auto" estimates per request how much of its prefix is
-    worth loading, "always" loads all, "never" none; lookup_ms: longest wait for a lookup, restore_ms: for the blocks
-    of a request, until the rest is computed; prefetch_requests: waiting requests whose prefix is looked up and brought
-    into RAM; prefetch_share: most of the host pool that these may hold; lower_kv_dtype: form of KV in RAM and on NVMe,
-    "same" as on the device; lower_kv_dtype_from: only for blocks that begin at this token or later; host_bytes_per_s:
-    emulated link between device and RAM, each direction, 0 = off; faults: for tests.
+    store_socket: of the node store; credit_blocks: slots that the store lends for blocks on their way down, None = a
+    32nd of its pool, but 16 to 256, and at most half of what is left of the quarter that all engines may have;
+    copy_start, copy_parallel, copy_stop: watermarks of STORE.md section 4 as shares of the device pool; num_copiers:
+    threads that copy down above copy_parallel; publish_share: share of a step's time that copying down may take below
+    copy_start; restore: "auto" estimates per request how much of its prefix is worth loading, "always" loads all,
+    "never" none; lookup_ms: longest wait for a lookup, restore_ms: for the blocks of a request, until the rest is
+    computed; prefetch_requests: waiting requests whose prefix is looked up and brought into RAM; prefetch_share: most
+    of the host pool that these may hold; lower_kv_dtype: form of KV in RAM and on NVMe, "same" as on the device;
+    lower_kv_dtype_from: only for blocks that begin at this token or later; host_bytes_per_s: emulated link between
+    device and RAM, each direction, 0 = off; faults: for tests.
     """
 
     store_socket: str
@@ -70,18 +73,23 @@ class OffloadConfig:
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
-        if not 0 < self.copy_stop <= self.copy_start <= self.copy_parallel <= 1:
+        for name in ("copy_stop", "copy_start", "copy_parallel"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= 1:
+                raise ConfigError(f"{name} is {reprlib.repr(value)}; it must be a number above 0 and at most 1")
+        if not self.copy_stop <= self.copy_start <= self.copy_parallel:
             raise ConfigError(
                 f"copy_stop is {self.copy_stop}, copy_start {self.copy_start}, copy_parallel {self.copy_parallel}; "
-                "they must rise from above 0 to at most 1"
+                "they must rise in this order"
             )
         for name in ("publish_share", "prefetch_share"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a number from 0 to 1")
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} is {reprlib.repr(value)}; it must be a number from 0 to 1")
         for name, known in (("restore", RESTORES), ("lower_kv_dtype", LOWER_KV_DTYPES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name} is {reprlib.repr(value)}; it must be one of {', '.join(known)}")
         limits = {
             "credit_blocks": (1, 8192),
             "num_copiers": (1, 16),
@@ -93,12 +101,16 @@ class OffloadConfig:
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
-            ):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+            if value is None and name == "credit_blocks":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} is {reprlib.repr(value)}; it must be a whole number from {low} to {high}")
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> OffloadConfig:
         """Inverse of `dataclasses.asdict`."""
         return cls(**{**data, "faults": Faults(**data["faults"])})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,8 +4,6 @@ Owns the arithmetic of a split: which layers, heads, inner columns and vocabular
 model allows, and which part of which tensor a rank reads. Pure but for that reading; how ranks speak is rank_group.py's
 business.
 
-Ranks are numbered stage by stage: rank = stage * tensor + place in the stage. Rank 0 leads.
-
 Invariants:
  1. Within a stage, query heads, inner columns and vocabulary rows of the ranks tile those of the model; so do KV heads,
     or, when there are more ranks than KV heads, equally many ranks in a row hold each, the first of which owns it.
@@ -25,31 +23,11 @@ from tournant.kernels.quantized import GROUP
 from tournant.kvstore.block import Part
 from tournant.workers.errors import ConfigError
 from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.split import Split
 from tournant.workers.weights import Checkpoint, Cut
 
 VOCAB_STEP = 16  # vocabulary rows of a rank are padded to a multiple of this: kernels of matrix products like it
 INNER_STEPS = (GROUP, 16, 8, 1)  # inner columns are dealt out in pieces of the first that leaves every rank one
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """tensor: ranks that share a layer; pipeline: stages of layers. Made by `check_split`."""
-
-    tensor: int = 1
-    pipeline: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.tensor * self.pipeline
-
-    def stage_of(self, rank: int) -> int:
-        """The stage a rank belongs to."""
-        return rank // self.tensor
-
-    def ranks_of(self, stage: int) -> range:
-        """The ranks of a stage."""
-        return range(stage * self.tensor, (stage + 1) * self.tensor)
 
 
 def possible_tensor_sizes(config: DecoderConfig) -> list[int]:

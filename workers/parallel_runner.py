@@ -7,15 +7,18 @@ when one is lost, is decided elsewhere: here the group ends, and everyone in it 
 Invariants:
  1. Every rank carries out the same batches in the same order; each message bears its number and the digest of the block
     tables it meant, and a rank that counts or has otherwise ends with InvariantViolation instead of computing.
- 2. After any failure of a step the group is good for nothing: every later step fails at once, with the first cause.
+ 2. An order for the store links of ranks keeps its place among the batches: it reaches a rank's link when the rank has
+    been given every batch told before, and none told after.
+ 3. After any failure of a step the group is good for nothing: every later step fails at once, with the first cause.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,8 @@ from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.parallel import Shard, ShardTensors, shard_of
 from tournant.workers.rank_group import Arrival, Pipe, RankGroup, RankLost
+from tournant.workers.transfer_messages import Order
+from tournant.workers.transfer_wire import order_from_wire, order_to_wire
 from tournant.workers.weights import Tensors, load_checkpoint
 
 MAX_RETURNING = 16  # steps whose tokens a rank of stage 0 has not looked at
@@ -212,6 +217,13 @@ class ParallelRunner:
             self._number += 1
             return _Guarded(self, self.shard.run(batch))
 
+    def tell(self, ranks: Sequence[int], orders: Sequence[Order]) -> None:
+        """Hand orders to the store links of these ranks, behind all batches so far. Raises RankLost, as `run` does."""
+        if self._lost is not None:
+            raise RankLost(self._lost)
+        with self.failing():
+            self._group.tell(["orders", list(ranks), [order_to_wire(order) for order in orders]])
+
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Within it, any failure is the group's end."""
@@ -234,10 +246,19 @@ class ParallelRunner:
 
 
 class RankServer:
-    """Follows the leader on another rank."""
+    """Follows the leader on another rank. submit: takes the orders for its store link, if it has one; carry_out: does
+    what it is given, in order, now or later.
+    """
 
-    def __init__(self, shard: ShardRunner) -> None:
+    def __init__(
+        self,
+        shard: ShardRunner,
+        submit: Callable[[Sequence[Order]], object] | None = None,
+        carry_out: Callable[[Callable[[], None]], object] = lambda act: act(),
+    ) -> None:
         self._shard = shard
+        self._submit = submit
+        self._carry_out = carry_out
         self._group = shard.group
         self._number = 0
 
@@ -260,7 +281,10 @@ class RankServer:
             case ["idle"]:
                 return
             case ["batch", int(number), int(digest), list(data)]:
-                self._run(number, digest, batch_from_wire(data))
+                self._carry_out(partial(self._run, number, digest, batch_from_wire(data)))
+            case ["orders", list(ranks), list(orders)] if self._submit is not None:
+                if self._group.member.rank in ranks:
+                    self._submit([order_from_wire(order) for order in orders])
             case _:
                 raise InvariantViolation(f"the leader told {message[0]!r}, which no rank knows")
 

@@ -31,13 +31,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.errors import ConfigError
-from tournant.workers.parallel import Split
+from tournant.workers.messages import LOCAL_HOST
+from tournant.workers.split import Split
 
 CONTROL_BYTES = 16 << 10  # of the one buffer that carries a step; more goes in a second one
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_OUTSTANDING = 64  # sends that a rank leaves open; more than batches in flight need
 LENGTH = struct.Struct("<Q")
 TOKENS_TAG, SIZE_TAG, RESULT_TAG = 1, 2, 3
+BOUND_GLOO = "gloo_at"  # gloo that listens on an address of our choice, where torch's takes what the host's name means
 
 
 class RankLost(RuntimeError):  # noqa: N818 - a state of the world
@@ -47,7 +49,7 @@ class RankLost(RuntimeError):  # noqa: N818 - a state of the world
 @dataclass(frozen=True, slots=True)
 class Membership:
     """A rank's place in a group. timeout_s: longest wait for one another at work; forming_s: the same while models
-    load. data: "gloo" or "nccl".
+    load. data: "gloo" or "nccl"; address: of this machine, at which other ranks reach this one over gloo.
     """
 
     model: str
@@ -57,6 +59,21 @@ class Membership:
     data: str = "gloo"
     timeout_s: float = 60.0
     forming_s: float = 600.0
+    address: str = LOCAL_HOST
+
+
+def _gloo_at(found: Any, address: str) -> Any:
+    """What torch calls to make a gloo group; found: its DistributedBackendOptions."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = found.timeout
+    options.global_ranks_in_group = found.global_ranks_in_group
+    options.group_name = found.group_id
+    return gloo(found.store, found.group_rank, found.group_size, options)
+
+
+dist.Backend.register_backend(BOUND_GLOO, _gloo_at, extended_api=True, devices=["cpu"])
 
 
 def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:
@@ -221,7 +238,14 @@ class RankGroup:
         self.pipe: Pipe | None = None
         split, rank, forming = member.split, member.rank, timedelta(seconds=member.forming_s)
         with _lost("form a group"):
-            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=split.size, timeout=forming)
+            dist.init_process_group(
+                BOUND_GLOO,
+                store=self._store,
+                rank=rank,
+                world_size=split.size,
+                timeout=forming,
+                pg_options=member.address,
+            )
         try:
             self.agree("weights_id", weights_id)
             with _lost("form the groups of a split"):
@@ -233,6 +257,8 @@ class RankGroup:
 
     def _group(self, ranks: list[int], backend: str) -> Any:
         timeout = timedelta(seconds=self.member.timeout_s)
+        if backend == "gloo":
+            return dist.new_group(ranks, timeout=timeout, backend=BOUND_GLOO, pg_options=self.member.address)
         return dist.new_group(ranks, timeout=timeout, backend=backend)
 
     def _data_groups(self, ordered: bool) -> tuple[StageRanks | None, Pipe | None]:
@@ -273,6 +299,12 @@ class RankGroup:
         with _lost("agree on a number"):
             dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)
+
+    def share(self, what: str, text: str) -> list[str]:
+        """What every rank says, by rank; all must call. Raises RankLost."""
+        with _lost(f"hear the {what} of all ranks"):
+            self._store.set(f"{what}/{self.member.rank}", text)
+            return [self._store.get(f"{what}/{rank}").decode() for rank in range(self.member.split.size)]
 
     def wait_for_all(self) -> None:
         """Return when all ranks called this. Raises RankLost."""

@@ -7,7 +7,8 @@ it would get. Pure: time is an argument, in seconds.
 
 Invariants (checked by `validate`):
  1. A block that a load may still write is held until `ReadEnded`, whatever happened to its sequence.
- 2. A sequence waits at most for lookup_ms, then for restore_ms, MAX_LOOKUPS times, and once more for a load.
+ 2. A sequence waits at most for lookup_ms, then for restore_ms, MAX_LOOKUPS times, and once more for a load; with
+    several batches in flight at least as many turns, as a rank of a later stage hears of a lookup behind these.
  3. Nothing is looked up ahead while waiting sequences want prefetch_share of the host pool; the first may have more.
 """
 
@@ -60,7 +61,8 @@ _WANTING = (ReadState.LOOKING, ReadState.FETCHING, ReadState.READY)
 class Read:
     """One lookup and what follows from it. first: place in the chain of its first key; count: blocks it will get, those
     it asks for while nothing is known; skip: of these, what the device had by the time of the load; blocks: device
-    blocks that the load may write, those handed to the sequence excluded; good: of the load, known to be right.
+    blocks that the load may write, those handed to the sequence excluded; good: of the load, known to be right; turns:
+    of the engine since the lookup.
     """
 
     number: int
@@ -75,6 +77,7 @@ class Read:
     blocks: list[int] = field(default_factory=list)
     good: int = 0
     over: bool = False
+    turns: int = 0
     waiting_nvme: int = 0
     ahead_nvme: int = 0
     waiting_host: int = 0
@@ -84,7 +87,7 @@ class Read:
 class Restores:
     """See the module. orders, counts: where orders and what is counted go; block_bytes: of a block in a slot;
     most_blocks: of all waiting reads; queues: the scheduler's lists of running, restoring and waiting sequences, which
-    it alone changes.
+    it alone changes; least_turns: of the engine that a read is waited for.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Restores:
     ) -> None:
         self.block_bytes = 1
         self.most_blocks = 0
+        self.least_turns = 1
         self.queues: tuple[Sequence[Answer], Sequence[Answer], Sequence[Answer]] = ((), (), ())
         self._config = config
         self._blocks = blocks
@@ -137,7 +141,9 @@ class Restores:
     def expire(self, now: float) -> None:
         """Sequences wait no longer for what has passed its deadline."""
         for read in self._of.values():
-            if read.state in (ReadState.LOOKING, ReadState.FETCHING) and now >= read.deadline:
+            read.turns += 1
+            due = now >= read.deadline and read.turns >= self.least_turns
+            if due and read.state in (ReadState.LOOKING, ReadState.FETCHING):
                 looking = read.state is ReadState.LOOKING
                 self._counts.add(late_lookups=int(looking), cut_restores=int(not looking))
                 self._give_up(read)
@@ -255,9 +261,9 @@ class Restores:
         read = self._open.get(event.read)
         if read is None or read.state is not ReadState.LOOKING:
             return
-        read.tiers = event.tiers
-        self._below[read.answer] = range(read.first, read.first + len(event.tiers))
-        read.count = self._choose(read, now) if event.tiers else 0
+        read.tiers = event.tiers[: read.count]  # a store that says more than it was asked is wrong
+        self._below[read.answer] = range(read.first, read.first + len(read.tiers))
+        read.count = self._choose(read, now) if read.tiers else 0
         if not read.count:
             self._give_up(read)
             return
@@ -271,7 +277,8 @@ class Restores:
         if self._config.restore == "always":
             return len(read.tiers)
         busy_s = self._busy_s(read.answer)
-        choice = self._costs.choose(read.tiers, read.first, self.block_bytes, now, busy_s)
+        decoding = sum(other.num_to_schedule <= 1 for other in self.queues[0])
+        choice = self._costs.choose(read.tiers, read.first, self.block_bytes, now, busy_s, decoding)
         self._counts.add(
             chose_load=int(choice.count > 0),
             chose_recompute=int(choice.count == 0),
@@ -311,8 +318,8 @@ class Restores:
             lost_blocks=max(0, read.count - event.count) if read.state is ReadState.FETCHING else 0,
         )
         if read.state is ReadState.FETCHING:
-            read.count, read.since = event.count, now
-            if event.count:
+            read.count, read.since = min(read.count, event.count), now
+            if read.count:
                 read.state = ReadState.READY
             else:
                 self._give_up(read)
@@ -321,7 +328,7 @@ class Restores:
         """Some blocks of a load are good already."""
         read = self._open.get(event.read)
         if read is not None and read.state is ReadState.LOADING:
-            read.good = max(read.good, event.count)
+            read.good = max(read.good, min(event.count, len(read.blocks)))
 
     def on_ended(self, event: ReadEnded, now: float) -> None:
         """The link touches nothing of a read any more."""
@@ -340,8 +347,8 @@ class Restores:
             corrupt_blocks=event.corrupt,
         )
         if read.state is ReadState.LOADING:  # taken by `loaded`
-            read.good = event.count
-            self._counts.add(lost_blocks=len(read.blocks) - event.count)
+            read.good = min(event.count, len(read.blocks))
+            self._counts.add(lost_blocks=len(read.blocks) - read.good)
             self._settle_costs(read)
         elif read.state is ReadState.ABANDONED:
             self._release(read)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterable
+from operator import attrgetter
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch, BatchEntry, RowState, StepResult
@@ -25,11 +26,13 @@ from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
 from tournant.workers.messages import EngineStats, RequestOutput, TierStats
 from tournant.workers.sequence import Sequence, SequenceState
+from tournant.workers.stage_turns import held_back, num_turns
 from tournant.workers.step_outputs import output_of
 from tournant.workers.tiering import Tiering
 
 MAX_PASSED = 16  # sequences that wait for word from lower tiers while others behind them start
 MIN_SHARED_CHUNK = 32  # tokens a prefill gets at least when it shares a step with others
+_order = attrgetter("order")
 
 
 class _Turn(enum.Enum):
@@ -62,12 +65,12 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by `order`
         self.restoring: list[Sequence] = []  # sorted by `order`
         self._draining: list[Sequence] = []  # ended, but a batch in flight still writes to their blocks
+        self._turns = num_turns(config)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._step = 0
         self._copied_from: list[int] = []  # sources of batches that are not booked yet
         self._unsent: Batch | None = None  # new rows and their tables that no step has carried yet
-        self._booked_at = 0.0
-        self._step_s = 0.0
+        self._booked_at = self._step_s = 0.0
         self._counts = dict.fromkeys(
             ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens"), 0
         )
@@ -125,11 +128,11 @@ class Scheduler:
         if self.tiers is not None:
             self._resume_restored(batch, self.tiers, now)
             self.tiers.look_ahead(self.waiting, self._missing, now)
-        preempted = self._schedule_running(batch, now)
-        if not preempted:
+        if not self._schedule_running(batch, now):
             self._admit(batch, now)
         if self.tiers is not None:
-            self.tiers.plan_saves(now, self._step_s, idle=not batch.entries)
+            idle = not batch.entries and not any(sequence.num_in_flight for sequence in self.running)
+            self.tiers.plan_saves(now, self._step_s, idle=idle)
         if not batch.entries:
             self._unsent = batch if batch.new_rows or batch.block_updates else None
             return None
@@ -140,7 +143,8 @@ class Scheduler:
     def _schedule_running(self, batch: Batch, now: float) -> bool:
         preempted = False
         index = 0
-        decodes = sum(sequence.num_to_schedule == 1 for sequence in self.running)
+        held = held_back(self.running, self._turns)
+        decodes = sum(sequence.num_to_schedule == 1 for sequence in self.running if sequence not in held)
         while index < len(self.running):
             sequence = self.running[index]
             if sequence.outgrew_rope and not sequence.num_in_flight:
@@ -148,6 +152,8 @@ class Scheduler:
                 self._switch_rope(sequence)
                 continue
             index += 1
+            if sequence in held:
+                continue
             decodes -= sequence.num_to_schedule == 1
             count = self._chunk(sequence, batch, reserved=decodes)
             while count and not self._grow(sequence, count, batch):
@@ -492,7 +498,3 @@ class Scheduler:
             s.state is not SequenceState.RESTORING for s in self.restoring
         ):
             raise InvariantViolation("a sequence in the list of running or restoring ones is in another state")
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order

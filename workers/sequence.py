@@ -3,7 +3,8 @@
 Owns the state of a sequence and the arithmetic over it. Does not decide anything: `Scheduler` alone calls the mutators.
 
 Invariants (checked by `validate`):
- 1. 0 <= num_computed <= num_scheduled <= num_tokens.
+ 1. 0 <= num_computed <= num_scheduled <= num_tokens; the last not of a FINISHED one, whose tokens of batches that are
+    still in flight are dropped.
  2. `token_ids` holds every known token; `num_pending` more are being sampled by batches in flight.
  3. A sequence that is neither RUNNING nor RESTORING and has no batch in flight holds neither blocks nor a row.
 """
@@ -148,7 +149,8 @@ class Sequence:
 
     def validate(self, block_tokens: int) -> None:
         """Recount everything that can be recounted. Raises InvariantViolation."""
-        if not 0 <= self.num_computed <= self.num_scheduled <= self.num_tokens:
+        most = self.num_scheduled if self.state is SequenceState.FINISHED else self.num_tokens
+        if not 0 <= self.num_computed <= self.num_scheduled <= most:
             raise InvariantViolation(
                 f"sequence {self.arrival}: computed {self.num_computed}, scheduled {self.num_scheduled}, "
                 f"tokens {self.num_tokens} must not decrease"

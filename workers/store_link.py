@@ -7,12 +7,17 @@ Invariants:
  1. The link's thread never waits but in `poll`, and never copies a block; attaching is done beside it.
  2. At most one session is open, with a client for each size of image, as a client has slots of one size. Its pool is
     unmapped, and its `Detached` emitted, when no lane uses it any more.
+ 3. An order is meant for the attachment of which the engine has heard last, and carried out there or not at all, as one
+    after its end is answered as without a store. `Leave` alone is for whatever is attached.
+ 4. Nothing that a store says or leaves out ends the thread. One that makes no sense is lost, and tried again ever less
+    often, as one that refuses is.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import threading
 import time
@@ -21,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from tournant.kvstore.admin import Status, StatusQuery
 from tournant.kvstore.block import Part
@@ -30,44 +34,78 @@ from tournant.kvstore.clients import TOO_MUCH_LENT
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.kvstore.host_tier import PageLock
+from tournant.kvstore.slots import SlotState
 from tournant.workers.attachment import Attachment
-from tournant.workers.copy_lanes import CopyLanes, Job
+from tournant.workers.copy_lanes import CopyLanes, Job, one_line
+from tournant.workers.link_saves import check_all_lent
 from tournant.workers.link_session import LinkSession, refuse
 from tournant.workers.offload_config import OffloadConfig
-from tournant.workers.transfer_messages import Attached, BlockImages, Detached, Event, Order, writer_of
+from tournant.workers.transfer_messages import (
+    Attached,
+    BlockImages,
+    Detached,
+    Event,
+    Leave,
+    Order,
+    Refused,
+    writer_of,
+)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
+LAST_REFUSAL_S = 120.0  # between attempts at a store that refuses or makes no sense
+STEADY_S = 60.0  # a store that made sense for so long is tried again soon
+CLOSE_S = 2.0  # most seconds for a copy that is under way when the link is closed
 MAX_DEPTH = 1 << 24  # of a block in its chain: the most tokens that lower_kv_dtype_from may name
-MAX_CREDIT = 256  # slots, where nothing else is configured
-CREDIT_SHARE = 16  # one of so many slots of the pool
+# of the credit, in slots, where none is configured: one of so many in the pool, but at least and at most so many, and
+# never more than half of what is left of the share that a store lends if not told otherwise, as there are other engines
+CREDIT_SHARE, LEAST_CREDIT, MAX_CREDIT = 32, 16, 256
+LENT_SHARE = 4
+MAX_COMPLAINTS = 100  # that are told apart
+MAX_REASON = 1000  # characters of a store's own words
+SHUTTING_DOWN = "shutting down"  # in a refusal of a store that will be gone soon
 _LOG = logging.getLogger("tournant.tiers")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """Who the engine is to a store; as in `kvstore.client.Identity`."""
+    """Who the engine is to a store; as in `kvstore.client.Identity`.
+
+    in_group: it is a rank of a group, and reads the versions that its leader picks; local_parts: what the ranks of its
+    group that use this store publish there, each part once, its own among them, the same for all of them; empty when it
+    is alone there. publishes: False where another rank of the group publishes the same part at this store; this one
+    then reads it, and has slots for stashes.
+    """
 
     weights_id: bytes
     kv_form: str
     writer_id: int
     part: Part
     tenant_check: bytes = b""
+    in_group: bool = False
+    publishes: bool = True
+    local_parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Ordered:
+    """attachment: number of the one that it is meant for, 0 = of none."""
+
     order: Order
     since: float
+    attachment: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An attempt to attach has ended. clients: none when it failed for this reason; refused: trying soon is no use."""
+    """An attempt to attach has ended. clients: none when it failed for this reason; refused: the store said so; broken:
+    what it said makes no sense.
+    """
 
     clients: tuple[StoreClient, ...]
     status: Status | None
     reason: str = ""
     refused: bool = False
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +135,7 @@ class StoreLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket, self._identity, self._images, self._config = socket, identity, images, config
+        self._own_writer = secrets.randbits(64)  # of what this link alone keeps
         self._sizes = image_sizes(images)
         self._timeout_s, self._page_lock, self._clock = timeout_s, page_lock, clock
         self._wake = wake
@@ -106,11 +145,15 @@ class StoreLink:
         self._lock = threading.Lock()  # guards `_gone` and the bell's end
         self._gone = False
         self._session: LinkSession | None = None
+        self._num_attachments = self._num_heard_of = 0  # in all, and of which the engine knows
+        self._meant = 0  # attachment that orders are for, as far as the engine knows
         self._attaching = False
         self._attach_at = clock()
         self._retry_s = FIRST_RETRY_S
         self._close_by: float | None = None
-        self._refusal = ""  # the last one that was logged
+        self._attached_at = clock()
+        self._refusal = ""  # the last one
+        self._complaints: set[str] = set()  # that were logged since a store was attached
         self._lanes = CopyLanes(images, config, self._emit, self._post, clock)
         self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
         self._thread.start()
@@ -123,7 +166,7 @@ class StoreLink:
         with self._lock:
             gone = self._gone
             if not gone:
-                self._inbox.extend(_Ordered(order, now) for order in orders)
+                self._inbox.extend(_Ordered(order, now, self._meant) for order in orders)
                 os.eventfd_write(self._bell, 1)
         if gone:
             for order in orders:
@@ -135,12 +178,26 @@ class StoreLink:
         with suppress(IndexError):
             while True:
                 found.append(self._events.popleft())
+        for event in found:
+            if isinstance(event, Attached):
+                self._num_heard_of += 1
+                self._meant = self._num_heard_of
+            elif isinstance(event, Detached):
+                self._meant = 0
         return found
 
     def close(self, flush_s: float) -> None:
-        """See `Link`: saves are answered, or the time is over; all that is open ends. Idempotent."""
+        """See `Link`: saves are answered, or the time is over; all that is open ends. Idempotent.
+
+        A copy that does not end within CLOSE_S after that is given up; it may touch device blocks until this process
+        ends.
+        """
         self._post(_Close(self._clock() + flush_s))
-        self._thread.join()
+        self._thread.join(flush_s + CLOSE_S)
+        if self._thread.is_alive():
+            _LOG.error(
+                "the link to the store at %s does not end: a copy hangs; it ends with this process", self._socket
+            )
 
     def _emit(self, event: Event) -> None:
         """From any thread."""
@@ -209,7 +266,8 @@ class StoreLink:
 
     def _take(self, what: _Ordered | Job | _Found | _Close) -> None:
         if isinstance(what, _Ordered):
-            if self._session is not None:
+            meant = what.attachment == self._num_attachments or isinstance(what.order, Leave)
+            if self._session is not None and meant:
                 self._session.order(what.order, what.since)
             else:
                 refuse(what.order, self._emit)
@@ -227,28 +285,52 @@ class StoreLink:
         self._attaching = False
         clients, status = found.clients, found.status
         if not clients or status is None:
-            self._retry_s = LAST_RETRY_S if found.refused else min(2 * self._retry_s, LAST_RETRY_S)
+            odd = found.refused or found.broken
+            self._retry_s = min(2 * self._retry_s, LAST_REFUSAL_S if odd else LAST_RETRY_S)
             self._attach_at = self._clock() + self._retry_s
-            if found.refused and found.reason != self._refusal:
-                self._refusal = found.reason
-                _LOG.warning("the store at %s refuses this engine: %s", self._socket, found.reason)
+            if odd:
+                self._complain("refuses this engine" if found.refused else "makes no sense", found.reason)
+            if found.refused:
+                alone = status is not None and not status.clients
+                self._emit(Refused(found.reason, alone and found.reason == self._refusal))
+            self._refusal = found.reason if found.refused else ""
             return
         if self._gone or self._close_by is not None:
             _close(clients)
             return
-        self._retry_s, self._refusal = FIRST_RETRY_S, ""
-        attachment = Attachment(clients, status, self._identity.part, self._lanes, self._emit, self._clock)
+        self._attached_at, self._refusal = self._clock(), ""
+        self._complaints.clear()
+        who = self._identity
+        attachment = Attachment(
+            clients,
+            status,
+            who.part,
+            self._lanes,
+            self._emit,
+            self._clock,
+            in_group=who.in_group,
+            publishes=who.publishes,
+        )
         self._session = LinkSession(attachment)
+        self._num_attachments += 1
         credit = tuple(client.credit for client in clients)
         _LOG.info("attached to the store at %s with %s slots", self._socket, " and ".join(map(str, credit)))
-        host_bytes = status.host_pages * PAGE_BYTES
+        host_bytes = attachment.memory.num_pages * PAGE_BYTES
         self._emit(Attached(clients[0].incarnation, credit, self._images.slot_bytes, host_bytes))
+
+    def _complain(self, what: str, reason: str) -> None:
+        """Once for each reason."""
+        if reason not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
+            self._complaints.add(reason)
+            _LOG.warning("the store at %s %s: %s", self._socket, what, reason)
 
     def _detach_if_lost(self) -> None:
         session = self._session
         if session is None or not session.ended:
             return
         self._session = None
+        odd = session.broken and self._clock() < self._attached_at + STEADY_S
+        self._retry_s = min(2 * self._retry_s, LAST_REFUSAL_S) if odd else FIRST_RETRY_S
         self._attach_at = self._clock() + self._retry_s
         reason = session.attachment.over
         _close(session.attachment.clients)
@@ -258,27 +340,32 @@ class StoreLink:
 
     def _attach(self) -> None:
         """Thread of one attempt: ends by the deadlines of two requests."""
+        status: Status | None = None
         try:
-            status = cast(Status, ask(self._socket, StatusQuery(), self._timeout_s))
+            answer = ask(self._socket, StatusQuery(), self._timeout_s)
+            if not isinstance(answer, Status):
+                raise ValueError(f"the store answers {type(answer).__name__} when it is asked for its status")
+            status = answer
             found = _Found(self._connect(self._credit(status)), status)
         except StoreRefused as error:
-            found = _Found((), None, str(error), refused=True)
+            reason = str(error)[:MAX_REASON]
+            found = _Found((), status, reason, refused=SHUTTING_DOWN not in reason)
         except StoreUnavailable as error:
             found = _Found((), None, str(error))
         except Exception as error:
-            _LOG.exception("attaching to the store at %s failed", self._socket)
-            found = _Found((), None, f"{type(error).__name__}: {error}")
+            found = _Found((), None, one_line(error)[:MAX_REASON], broken=True)
         self._post(found)
 
     def _credit(self, status: Status) -> int:
         if self._config.credit_blocks is not None:
             return self._config.credit_blocks
         slot_pages = -(-self._images.slot_bytes // PAGE_BYTES)
-        return max(1, min(MAX_CREDIT, status.host_pages // slot_pages // CREDIT_SHARE))
+        slots, lent = status.host_pages // slot_pages, -(-dict(status.pages).get(SlotState.LENT, 0) // slot_pages)
+        return max(1, min(max(slots // CREDIT_SHARE, LEAST_CREDIT), MAX_CREDIT, (slots // LENT_SHARE - lent) // 2))
 
     def _connect(self, credit: int) -> tuple[StoreClient, ...]:
-        """A client for each size of image, which share the credit; with half of it as long as the store has too little
-        room for it. Raises StoreRefused, StoreUnavailable: then none is attached.
+        """A client for each size of image, which share the credit; with half of it as long as the first one leaves too
+        little for the other. Raises StoreRefused, StoreUnavailable, ValueError for what is lent: then none is attached.
         """
         while True:
             clients: list[StoreClient] = []
@@ -286,13 +373,15 @@ class StoreLink:
                 for kind, size in enumerate(self._sizes):
                     page_lock = None if clients else self._page_lock
                     identity = self._identity_of(kind, size, max(1, credit // len(self._sizes)))
-                    clients.append(connect(self._socket, identity, self._timeout_s, page_lock, waits=False))
+                    client = connect(self._socket, identity, self._timeout_s, page_lock, waits=False)
+                    clients.append(client)
+                    check_all_lent(clients[0].memory, client)
                 if len({client.incarnation for client in clients}) > 1:
                     raise StoreUnavailable("the store was started anew between two clients")
                 return tuple(clients)
             except StoreRefused as error:
                 _close(clients)
-                if credit <= len(self._sizes) or TOO_MUCH_LENT not in str(error):
+                if len(self._sizes) == 1 or credit <= len(self._sizes) or TOO_MUCH_LENT not in str(error):
                     raise
             except BaseException:
                 _close(clients)
@@ -301,10 +390,11 @@ class StoreLink:
 
     def _identity_of(self, kind: int, slot_bytes: int, credit: int) -> Identity:
         who = self._identity
-        writer_id = writer_of(who.writer_id, kind)
-        return Identity(
-            who.weights_id, who.kv_form, writer_id, who.part, (who.part,), slot_bytes, credit, who.tenant_check
-        )
+        writer_id, parts = who.writer_id, who.local_parts or (who.part,)
+        if not who.publishes:  # a store takes a part of one writer from one client
+            writer_id, parts = self._own_writer, (who.part,)
+        writer_id = writer_of(writer_id, kind)
+        return Identity(who.weights_id, who.kv_form, writer_id, who.part, parts, slot_bytes, credit, who.tenant_check)
 
 
 def _close(clients: Sequence[StoreClient]) -> None:

@@ -42,6 +42,7 @@ from tournant.workers.transfer_messages import (
     Loaded,
     Order,
     ReadEnded,
+    Refused,
     Save,
     Saved,
     SaveEntry,
@@ -93,6 +94,7 @@ class Tiering:
         self._numbers = itertools.count(1)  # of saves, stashes and uses
         self.stashes = Stashes(blocks, self.orders, self._numbers)
         self.attached = False
+        self.refusal = ""  # why the store there is serves this engine neither now nor later
         self._blocks = blocks
         self._group = WriteCredit(writer_id, blocks.blocks_for(config.lower_kv_dtype_from))
         self._watermarks = Watermarks(config.copy_start, config.copy_parallel, config.copy_stop, config.num_copiers)
@@ -116,6 +118,9 @@ class Tiering:
                 self._blocks.nothing_is_below()
                 self.stashes.lost()
                 self.restores.lost()
+            case Refused():
+                self.counts.add(store_refusals=1)
+                self.refusal = event.reason if event.lasting else ""
             case Found():
                 self.restores.on_found(event, now)
             case Fetched():
@@ -138,7 +143,7 @@ class Tiering:
                 self._group.replied(event.kind, event.num_lent)
 
     def _on_attached(self, event: Attached) -> None:
-        self.attached = True
+        self.attached, self.refusal = True, ""
         self._group.attached(event.credit)
         self.restores.block_bytes = event.slot_bytes
         self.restores.most_blocks = int(self.config.prefetch_share * event.host_bytes) // event.slot_bytes

@@ -14,6 +14,9 @@ Guarantees of the link, whatever the store does:
  3. When the store is lost, whatever is open ends as above, then `Detached` comes. A later `Attached` begins anew: what
     was saved before counts for nothing, and stashes are gone.
  4. Device blocks are only touched by copies of memory, which never wait for a store, a disk or a message.
+
+In a group of ranks every rank has a link of its own, which keeps the same promises; group_merge.py makes one of them.
+What only such links use: `Found.versions`, `Fetch.picks`, `Leave`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tournant.kvstore.block import Version
 
 HOST, NVME = 1, 2  # tiers in `Found`
 NUM_KINDS = 2  # of blocks, at most
+Shown = tuple[int, int, int]  # writer id, counter, tier
 
 
 def writer_of(writer_id: int, kind: int) -> int:
@@ -46,10 +50,14 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the first `count` found blocks into host slots; pins of the others end. Answered by `Fetched`."""
+    """Bring the first `count` found blocks into host slots; pins of the others end. Answered by `Fetched`.
+
+    picks: in a group of ranks, the version of each of them that all ranks have and no other one is read; else empty.
+    """
 
     read: int
     count: int
+    picks: tuple[Version, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,14 @@ class DropStash:
     stash: int
 
 
-Order = Lookup | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropStash
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A rank has lost its store: whatever is open with this one's ends as if it were lost, too; then the link attaches
+    anew. Nothing while none is attached.
+    """
+
+
+Order = Lookup | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropStash | Leave
 
 # ---- events
 
@@ -152,12 +167,25 @@ class Detached:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A store is there, but does not serve this engine, in its own words; the link tries again by itself, ever less
+    often. lasting: it has said so twice, with no client attached, so that waiting changes nothing.
+    """
+
+    reason: str
+    lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """tiers: one byte, HOST or NVME, per leading key that the store has; seconds: since the order."""
+    """tiers: one byte, HOST or NVME, per leading key that the store has; seconds: since the order; versions: in a group
+    of ranks, what this one has of each of these keys, the newest first, as (writer id, counter, tier).
+    """
 
     read: int
     tiers: bytes
     seconds: float
+    versions: tuple[tuple[Shown, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +270,7 @@ class Lent:
 
 
 Event = (
-    Attached | Detached | Found | Fetched | Loaded | ReadEnded | Copied | Saved | Stashed | Unstashed | Lent
+    Attached | Detached | Refused | Found | Fetched | Loaded | ReadEnded | Copied | Saved | Stashed | Unstashed | Lent
 )  # fmt: skip
 
 
@@ -256,7 +284,9 @@ class Link(Protocol):
         """What has happened since the last call, in order. Never waits."""
 
     def close(self, flush_s: float) -> None:
-        """Carry out what was submitted for at most that long, then end; device blocks are not touched afterwards."""
+        """Carry out what was submitted for at most that long, then end; afterwards no device block is touched, unless
+        by a copy that hangs, which is not waited for.
+        """
 
 
 class BlockImages(Protocol):

@@ -37,6 +37,7 @@ class NullEngineClient:
         self.stats = EngineStats()
         self.last_step_time = 0.0
         self.alive = True
+        self.restarting = False
         self._ids = itertools.count(1)
         self._tokens = tokens
         self._running: dict[int, tuple[OutputSink, int, int]] = {}  # request id -> sink, tokens made, tokens wanted

@@ -132,6 +132,49 @@ def test_a_store_that_does_not_answer_is_replaced(keep: Keep, monkeypatch: pytes
     assert not Path("/proc", str(first)).exists()
 
 
+@pytest.mark.parametrize("broken", ["os.pidfd_open", "tournant.cluster.node_store.start_store"])
+def test_a_keeper_goes_on_whatever_goes_wrong_at_a_start(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, fails("no more descriptors"))
+        keeper = keep()
+        with pytest.raises(StoreUnavailable, match="no more descriptors"):
+            keeper.wait_ready(30)
+        assert "no more descriptors" in caplog.text
+    until(lambda: keeper.num_starts)
+    connect(keeper.wait_ready(), writer()).close()
+
+
+def test_a_store_whose_watch_goes_wrong_is_watched_on(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = keep(replace(PLAN, idle_exit_s=0.4))
+    keeper.wait_ready()
+    first = keeper.pid
+    assert first is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("tournant.cluster.node_store.ask", fails("not a status"))
+        until(lambda: caplog.text.count("does not answer: RuntimeError: not a status"))
+    os.kill(first, signal.SIGKILL)
+    until(lambda: keeper.num_starts >= 2)
+    assert keeper.wait_ready().is_socket()
+
+
+def test_a_keeper_whose_idle_callback_fails_has_ended_its_store(keep: Keep, caplog: pytest.LogCaptureFixture) -> None:
+    keeper = keep(replace(PLAN, idle_exit_s=0.2), on_idle=fails("Ray is gone"))
+    keeper.wait_ready()
+    until(lambda: "Ray is gone" in caplog.text)
+    until(lambda: not keeper.socket.exists())
+
+
+def fails(why: str) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise RuntimeError(why)
+
+    return fail
+
+
 def test_stop_while_it_starts_leaves_nothing(keep: Keep) -> None:
     keeper = keep()
     keeper.stop()

@@ -131,7 +131,7 @@ def test_a_store_that_cannot_start_is_one_sentence_and_leaves_no_actor(app: str)
     with pytest.raises(StoreConfigError, match=r"^[^\n]*/dev/null[^\n]*$"):
         find_store(StorePlan(nvme, "/dev/null"), app)
     with pytest.raises(StoreConfigError, match=r"^host_bytes is \d+; Ray hands out \d+ bytes"):
-        find_store(StorePlan(StoreConfig(1 << 60)), app)
+        find_store(StorePlan(StoreConfig(1 << 44)), app)
     assert find_store(PLAN, app)
 
 

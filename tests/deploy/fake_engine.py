@@ -62,6 +62,7 @@ class FakeEngineClient:
     stats: EngineStats = field(default_factory=EngineStats)
     last_step_time: float = 0.0
     alive: bool = True
+    restarting: bool = False
     reset_result: bool = True
     stuck: bool = False
     submitted: list[EngineRequest] = field(default_factory=list)
@@ -80,6 +81,8 @@ class FakeEngineClient:
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         if not self.alive:
             raise EngineDeadError("the engine process has ended")
+        if self.restarting:
+            raise EngineDeadError("the engine is being started anew; try again")
         self.submitted.append(request)
         for index in range(request.params.n):
             self.running.append(Running(request, index, sink, list(self.script(request, index))))
@@ -122,6 +125,11 @@ class FakeEngineClient:
         running, self.running = self.running, []
         for answer in running:
             answer.sink(RequestOutput(answer.request.request_id, answer.index, [], "error", error="killed"))
+
+    def restart(self) -> None:
+        """End as one that will come back: every answer gets an error, and nothing is taken."""
+        self.restarting, self.last_step_time = True, 0.0
+        self.fail("rank 1 on a: killed")
 
     def fail(self, message: str) -> None:
         """Give up all requests, but live on."""

@@ -57,6 +57,22 @@ def faults(data: Any) -> list[str]:
             "unknown key engine.max_model_length; did you mean engine.max_model_len?",
         ),
         ({"engine": {"block_tokens": 16}}, "unknown key engine.block_tokens; did you mean advanced.block_tokens?"),
+        (
+            {"engine": {"quantization": "native"}},
+            "unknown key engine.quantization; did you mean advanced.quantization?",
+        ),
+        (
+            {"engine": {"max_num_batched_tokens": 512}},
+            "unknown key engine.max_num_batched_tokens; did you mean advanced.max_num_batched_tokens?",
+        ),
+        (
+            {"advanced": {"tensor_parallel_size": 2}},
+            "unknown key advanced.tensor_parallel_size; did you mean engine.tensor_parallel_size?",
+        ),
+        (
+            {"advanced": {"pipeline_parallel_size": 2}},
+            "unknown key advanced.pipeline_parallel_size; did you mean engine.pipeline_parallel_size?",
+        ),
         ({"advanced": {"num_thread": 1}}, "unknown key advanced.num_thread; did you mean advanced.num_threads?"),
         ({"engine": {"dtype": "int4"}}, "engine.dtype is 'int4'; it must be one of auto, bfloat16, float16, float32"),
         ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs is 0; it must be a whole number from 1 to 4096"),
@@ -96,7 +112,11 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_a_key_near_nothing_lists_the_known_ones() -> None:
+    (line,) = faults({"advanced": {"zzzqqq": 1}})
+    assert line.startswith("unknown key advanced.zzzqqq; known keys: advanced.admission, ")
+    assert not any(name in line for name in ("engine.", "advanced.faults", "allow_faults"))
     (line,) = faults({"zzzqqq": 1})
+    assert "faults" not in line
     assert all(name in line for name in ("served_model_name", "engine.deterministic", "advanced.num_threads"))
 
 
@@ -157,6 +177,12 @@ def test_the_shipped_example_with_tiers_has_both() -> None:
     assert plan is not None
     assert (plan.store.host_bytes, plan.store.nvme_bytes) == (1 << 30, 4 << 30)
     assert plan.nvme_folder == str(Path("~/.cache/tournant/kv").expanduser())
+
+
+def test_the_shipped_examples_of_splits_have_one_each() -> None:
+    tp, pp = (load_config_file(CONFIGS / f"{name}.yaml").config.engine for name in ("tp", "pp"))
+    assert (tp.tensor_parallel_size, tp.pipeline_parallel_size) == (3, 1)  # what the default model allows
+    assert (pp.tensor_parallel_size, pp.pipeline_parallel_size) == (1, 2)
 
 
 def write(folder: Path, data: Any) -> Path:

@@ -497,6 +497,18 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(tokenizer: Tokenizer)
 
 
 @async_test
+async def test_an_engine_that_was_ended_on_purpose_is_no_fault(tokenizer: Tokenizer) -> None:
+    frontend, engine = make(tokenizer, "abc")
+    probe = asyncio.ensure_future(frontend.healthy())
+    await settle()
+    assert not frontend.stopping
+    await frontend.stop()
+    engine.fail("closed")
+    assert (await probe, await frontend.healthy(), frontend.stopping, engine.alive) == (False, False, True, False)
+    await frontend.stop()
+
+
+@async_test
 async def test_reset_is_true_only_when_it_was_done(tokenizer: Tokenizer) -> None:
     frontend, engine = make(tokenizer, "abc")
     assert await frontend.reset_prefix_cache()

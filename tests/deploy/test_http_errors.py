@@ -96,6 +96,7 @@ async def test_open_requests_are_bounded_whatever_they_do(tokenizer: Tokenizer) 
 async def test_an_engine_that_fails_before_the_first_token(tokenizer: Tokenizer, stream: bool) -> None:
     for fault, status, code in (
         (FakeEngineClient.die, 503, "engine_dead"),
+        (FakeEngineClient.restart, 503, "engine_dead"),
         (lambda engine: engine.fail("x"), 500, "engine_error"),
     ):
         server = make(tokenizer, "abc", auto=False)
@@ -104,9 +105,29 @@ async def test_an_engine_that_fails_before_the_first_token(tokenizer: Tokenizer,
         fault(server.engine)
         await call.task
         assert (call.status, call.error["code"]) == (status, code)
+        assert call.headers.get("retry-after") == ("1" if status == 503 else None)
     server.engine.die()
     call = await fetch(server.app, "POST", CHAT, ASK | {"stream": stream})
     assert (call.status, call.error["code"], call.headers["retry-after"]) == (503, "engine_dead", "1")
+
+
+@async_test
+@pytest.mark.parametrize("stream", [False, True])
+async def test_while_an_engine_is_started_anew_clients_are_told_to_come_again(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    """It is not ready, but no fault either, for which Serve would replace the replica."""
+    server = make(tokenizer, "abc")
+    server.engine.restart()
+    call = await fetch(server.app, "POST", CHAT, ASK | {"stream": stream})
+    assert (call.status, call.error["code"], call.headers["retry-after"]) == (503, "engine_dead", "1")
+    assert "try again" in call.error["message"]
+    call = await fetch(server.app, "GET", "/health")
+    assert (call.status, call.error["code"], call.headers["retry-after"]) == (503, "restarting", "1")
+    assert await server.frontend.healthy()
+    server.engine.restarting = False
+    assert (await fetch(server.app, "GET", "/health")).status == 200
+    assert (await fetch(server.app, "POST", CHAT, ASK)).status == 200
 
 
 @async_test

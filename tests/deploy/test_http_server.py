@@ -343,7 +343,11 @@ async def test_health_and_version(tokenizer: Tokenizer) -> None:
         assert (await fetch(server.app, method, "/health")).status == 200
     assert (await fetch(server.app, "GET", "/version")).json == {"version": VERSION}
     server.engine.die()
-    assert (await error_of(server, "/health", None, "GET"))[0].status == 503
+    call, error = await error_of(server, "/health", None, "GET")
+    assert (call.status, error["code"]) == (503, "unhealthy")
+    await server.frontend.stop()
+    call, error = await error_of(server, "/health", None, "GET")
+    assert (call.status, error["code"], error["message"]) == (503, "stopping", "the service is stopping")
 
 
 @async_test

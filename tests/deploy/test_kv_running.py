@@ -38,24 +38,43 @@ def test_status(running: Store) -> None:
     facts = dict(line.split() for line in found.output.splitlines())
     assert facts["host_visible_bytes"] == str(5 * SLOT)
     assert facts["host_bytes"] == str(4 << 20)
+    assert (
+        sum(
+            int(facts[name])
+            for name in facts
+            if name.startswith("host_") and name.endswith("_bytes") and name != "host_bytes"
+        )
+        == 4 << 20
+    )
     assert (facts["blocks"], facts["clients"], facts["reported"], facts["written"]) == ("5", "1", "5", "5")
     assert (facts["host_hits"], facts["nvme_hits"], facts["max_reads"]) == ("0", "0", "64")
 
 
-def test_status_finds_the_stores_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tournant.cluster.run_folder.temporary_folder", lambda: tmp_path)
-    monkeypatch.setattr("tournant.deploy.kv_cli.temporary_folder", lambda: tmp_path)
-    nothing = kv("status")
-    assert (nothing.exit_code, nothing.output) == (
-        1,
-        f"error: no store of this user runs below {tmp_path}; name the --socket of one\n",
-    )
+def run_folders_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tournant.cluster.run_folder.temporary_folder", lambda: folder)
+    monkeypatch.setattr("tournant.deploy.kv_cli.temporary_folder", lambda: folder)
+
+
+def test_commands_that_change_nothing_find_the_stores_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_folders_in(tmp_path, monkeypatch)
+    nothing = f"error: no store of this user runs below {tmp_path}; name the "
+    assert (kv("status").exit_code, kv("status").output) == (1, f"{nothing}--socket of one\n")
+    for command in ("ls", "verify"):
+        found = kv(command)
+        assert (found.exit_code, found.output) == (1, f"{nothing}folder of one that does not run, or a --socket\n")
     folders = [RunFolder(tmp_path) for _ in range(2)]
     stores = [StoreKeeper(StorePlan(StoreConfig(1 << 20)), folder.path / "kv") for folder in folders]
     sockets = sorted(str(store.wait_ready()) for store in stores)
     found = kv("status")
     assert found.exit_code == 0
     assert sorted(line.split()[1] for line in found.output.splitlines() if line.startswith("socket ")) == sockets
+    none = "0 blocks of 0 bytes; 0 in host slots, 0 on NVMe\n"
+    assert (kv("ls").exit_code, kv("ls").output) == (0, "".join(f"socket {one}\n{none}" for one in sockets))
+    good = "host slots: 0 parts verified, 0 corrupt; NVMe: 0 verified, 0 corrupt\n"
+    assert (kv("verify").exit_code, kv("verify").output) == (0, "".join(f"socket {one}\n{good}" for one in sockets))
+    assert kv("clear", "--yes").exit_code == 2, "what is to be cleared is named"
     for store in stores:
         store.stop()
     dead = folders[0].path / "kv" / "socket"
@@ -99,7 +118,7 @@ def test_verify_then_clear(running: Store) -> None:
 
 
 def test_a_place_is_needed_and_must_be_there(tmp_path: Path) -> None:
-    for words in (["ls"], ["verify"], ["clear", "--yes"], ["ls", tmp_path, "--socket", tmp_path / "s"]):
+    for words in (["clear", "--yes"], ["ls", tmp_path, "--socket", tmp_path / "s"]):
         found = kv(*words)
         assert (found.exit_code, found.output) == (
             2,

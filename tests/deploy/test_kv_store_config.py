@@ -11,6 +11,7 @@ import pytest
 from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, parse_config
 from tournant.deploy.kv_store_config import KV_ADVANCED_KEYS, KV_STORE_KEYS, KVStoreConfig, memory_limit_bytes
 from tournant.kvstore.config import StoreConfig
+from tournant.kvstore.nvme_folder import locked
 from tournant.kvstore.nvme_tier import NvmeConfig
 from tournant.workers.errors import ConfigError
 from tournant.workers.offload_config import Faults, OffloadConfig
@@ -36,7 +37,7 @@ def kv_store(**sections: Any) -> KVStoreConfig:
         ({"kv_store": {"host_bytes": -1}}, "kv_store.host_bytes is -1; it must be a size such as 4GiB, or 0"),
         (
             {"kv_store": {"host_bytes": 7}},
-            "kv_store.host_bytes is 7; it must be a multiple of 4096, at least one page",
+            "kv_store.host_bytes is 7; it must be 4096 to 17592186044416",
         ),
         ({"kv_store": {**BOTH, "nvme_folder": "nvme"}}, "must be an absolute path or begin with ~"),
         (
@@ -61,7 +62,7 @@ def kv_store(**sections: Any) -> KVStoreConfig:
             f"kv_store.host_bytes is {GIB}, but engine.enable_prefix_caching is false",
         ),
         ({"advanced": {"pin_us": "1s"}}, "advanced.pin_us is '1s'; it must be a whole number"),
-        ({"advanced": {"pin_us": 0}}, "advanced.pin_us is 0; it must be 1 or more"),
+        ({"advanced": {"pin_us": 0}}, "advanced.pin_us is 0; it must be 1 to 86400000000"),
         ({"advanced": {"nvme_persist": 1}}, "advanced.nvme_persist is 1; it must be true or false"),
         ({"advanced": {"nvme_codec": "zip"}}, "advanced.nvme_codec is 'zip'; it must be one of "),
         ({"advanced": {"eviction": "lur"}}, "advanced.eviction is 'lur'; it must be one of lru, lfu"),
@@ -70,8 +71,27 @@ def kv_store(**sections: Any) -> KVStoreConfig:
             {"advanced": {"device_copy_start": 0.2}},
             "advanced.device_copy_stop is 0.5, advanced.device_copy_start 0.2, advanced.device_copy_parallel 0.9; ",
         ),
-        ({"advanced": {"host_num_copiers": 0}}, "advanced.host_num_copiers is 0; it must be 1 or more"),
+        ({"advanced": {"host_num_copiers": 0}}, "advanced.host_num_copiers is 0; it must be 1 to 1024"),
         ({"advanced": {"device_num_copiers": 0}}, "advanced.device_num_copiers is 0; it must be a whole number from"),
+        ({"advanced": {"pin_us": 10**30}}, f"advanced.pin_us is {10**30}; it must be 1 to 86400000000"),
+        ({"advanced": {"pin_us": 1 << 50_000}}, "advanced.pin_us is a number of 50001 bits; it must be 1 to"),
+        ({"advanced": {"chunk_bytes": -4096}}, "advanced.chunk_bytes is -4096; it must be 0 to"),
+        ({"advanced": {"host_copy_start": float("nan")}}, "advanced.host_copy_start is nan; it must be above 0 and at"),
+        ({"advanced": {"nvme_kv_form": "a\0b"}}, "advanced.nvme_kv_form is 'a\\x00b'; it must be a name of 1 to 32"),
+        ({"advanced": {"nvme_kv_form": "\ud800"}}, "advanced.nvme_kv_form is '\\ud800'; it must be a name of 1 to 32"),
+        (
+            {"kv_store": {**BOTH, "nvme_folder": "/a\0b"}},
+            "kv_store.nvme_folder is '/a\\x00b'; no path has such letters",
+        ),
+        (
+            {"kv_store": {**BOTH, "nvme_folder": "/\ud800"}},
+            "kv_store.nvme_folder is '/\\ud800'; no path has such letters",
+        ),
+        (
+            {"kv_store": {**BOTH, "nvme_folder": "~nobody-here/kv"}},
+            "kv_store.nvme_folder is '~nobody-here/kv'; there is no such user: write the path out",
+        ),
+        ({"kv_store": {"host_bytes": 1 << 50_000}}, "kv_store.host_bytes is a number of 50001 bits; it must be a size"),
         ({"advanced": {"prefetch_blocks": 5, "max_keys": 4}}, "advanced.prefetch_blocks is 5; it must be 0 to 4"),
         ({"advanced": {"store_drain_s": -1}}, "advanced.store_drain_s is -1; it must be 0 to 86400 seconds"),
         ({"advanced": {"host_bytes_per_s": "fast"}}, "advanced.host_bytes_per_s is 'fast'; write"),
@@ -88,7 +108,7 @@ def test_a_fault_is_one_line_in_words_of_the_user(data: dict[str, Any], line: st
 def test_every_field_has_one_key_that_is_like_no_other() -> None:
     named = len(KV_ADVANCED_KEYS) - 2  # the keys of faults
     hidden = 2 + 2  # host_bytes, nvme_bytes; store_socket, faults
-    of_process = 2  # store_drain_s, store_idle_exit_s
+    of_process = 3  # store_drain_s, store_idle_exit_s, store_directory_shards
     assert named == sum(len(fields(cls)) for cls in (StoreConfig, NvmeConfig, OffloadConfig)) - hidden + of_process
     assert not KV_ADVANCED_KEYS & (ADVANCED_KEYS | ENGINE_KEYS | KV_STORE_KEYS)
     assert {"host_copy_start", "device_copy_start", "nvme_order", "eviction", "restore"} <= KV_ADVANCED_KEYS
@@ -144,6 +164,42 @@ def test_an_nvme_tier_without_ram_is_refused_where_the_device_turns_out_to_be_a_
     assert config.plan(on_gpu=True, limit_bytes=8 * GIB) is not None
     with pytest.raises(ConfigError, match=r"it needs kv_store\.host_bytes above 0"):
         config.plan(on_gpu=False, limit_bytes=8 * GIB)
+
+
+def at(folder: Path) -> KVStoreConfig:
+    return kv_store(kv_store={**BOTH, "nvme_folder": str(folder)})
+
+
+def test_a_folder_that_a_store_can_use_is_made_and_left_free(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "nvme"
+    at(folder).check_folder()
+    at(folder).check_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    used = rf"^kv_store.nvme_folder: {folder} is used by another process"
+    with locked(folder), pytest.raises(ConfigError, match=used):
+        at(folder).check_folder()
+    kv_store(kv_store={"host_bytes": "1GiB"}).check_folder()
+
+
+def test_a_folder_that_no_store_can_use_is_found_before_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    for folder, words in (
+        (tmp_path / "file", "is a link or no folder"),
+        (tmp_path / "file" / "below", "is a link or no folder"),
+        (open_to_all, "has mode 0755 and owner"),
+        (Path("/proc/1/nvme"), r"^kv_store.nvme_folder is '/proc/1/nvme': .*; name a folder that user \d+ can make"),
+        (tmp_path / ("x" * 300), "File name too long; name a folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            at(folder).check_folder()
+    monkeypatch.setattr("os.access", lambda *_, **__: False)  # root may write to every folder
+    with pytest.raises(ConfigError, match="cannot be written to; name a folder on a disk that can"):
+        at(tmp_path / "mine").check_folder()
 
 
 def test_faults_are_for_tests_and_must_be_allowed() -> None:

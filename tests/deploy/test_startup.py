@@ -13,8 +13,11 @@ from tournant.deploy import startup
 from tournant.deploy.config import ServiceConfig, parse_config
 from tournant.deploy.startup import OwnStore, start_engine
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
+from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
+from tournant.workers.model_files import ModelFiles
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.rank_launch import LocalRanks
 
 
 @pytest.fixture
@@ -80,6 +83,34 @@ async def test_a_store_that_nobody_asked_for_is_done_without(
     await start_engine(config(tiny_model, tmp_path), find_store=find_store)
     assert started == [{"offload": None}]
     assert "there is no node store" in caplog.text
+
+
+@async_test
+async def test_an_engine_of_several_ranks_is_one_that_comes_back(
+    tiny_model: Path, tmp_path: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(engine: EngineConfig, files: ModelFiles, **options: Any) -> FakeEngineClient:
+        started.append(options | {"ranks": engine.num_ranks})
+        return FakeEngineClient(lambda request, index: [])
+
+    monkeypatch.setattr(startup.ReplicaEngine, "start", start)
+    split = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    await start_engine(config(tiny_model, tmp_path, engine=split))
+    await start_engine(config(tiny_model, tmp_path, engine=split), make_launcher=NoRanks)
+    assert started == [
+        {"offload": None, "make_launcher": LocalRanks, "ranks": 4},
+        {"offload": None, "make_launcher": NoRanks, "ranks": 4},
+    ]
+
+
+class NoRanks(LocalRanks):
+    pass
+
+
+def test_several_ranks_have_no_store_that_nobody_asked_for() -> None:
+    for size in (1, 2):
+        made = parse_config({"engine": {"tensor_parallel_size": size}})
+        assert (made.store_plan(on_gpu=True) is None) == (size > 1)
 
 
 def test_a_store_of_this_process_alone_leaves_nothing() -> None:

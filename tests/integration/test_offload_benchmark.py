@@ -94,8 +94,8 @@ def test_an_engine_of_a_benchmark_says_what_it_cost_and_leaves_nothing(tiny_mode
 def test_the_demo_shows_both_services(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[Path] = []
-    monkeypatch.setattr(demo_offload, "draw", lambda found, path: drawn.append(path))
+    drawn: list[tuple[Path, str]] = []
+    monkeypatch.setattr(demo_offload, "draw", lambda found, path, model: drawn.append((path, model)))
     picture = tmp_path / "demo.png"
     arguments = ["--model", str(tiny_model), "--threads", "1", "--chats", "3", "--turns", "2", "--png", str(picture)]
     assert demo_offload.main(arguments) == 0
@@ -106,7 +106,7 @@ def test_the_demo_shows_both_services(
     without, beside = zip(*rows.values(), strict=True)
     assert [cell.strip() for cell in without] == ["0.0%", "0.0%"]
     assert any(cell.strip() != "0.0%" for cell in beside)
-    assert drawn == [picture]
+    assert drawn == [(picture, tiny_model.name)]
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def _small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_draws_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
     answers = [demo_offload.Answered(chat, turn, 0.1 + chat, (8, 4, 2, 2), [1]) for chat in range(2) for turn in (0, 1)]
-    demo_offload.draw({demo_offload.OFF: answers, demo_offload.ON: answers}, tmp_path / "there" / "demo.png")
+    demo_offload.draw({demo_offload.OFF: answers, demo_offload.ON: answers}, tmp_path / "there" / "demo.png", "M")
     assert (tmp_path / "there" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert demo_offload.shares(answers) == [0.5, 0.25, 0.125, 0.125]
     assert demo_offload.percentile(demo_offload.returning(answers), 50) == pytest.approx(600)

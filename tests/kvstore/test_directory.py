@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kvstore.store_harness import SLOT, Store, keys, write, writer
+from tournant.kvstore.admin import Announcements, PollAnnouncements
 from tournant.kvstore.announcer import Announcer, AnnouncerConfig
 from tournant.kvstore.config import StoreConfig
 from tournant.kvstore.directory import Announcement, Directory, DirectoryConfig, Heard, Run, shard_of
@@ -185,6 +186,23 @@ def test_an_entry_takes_less_than_400_bytes() -> None:
 
 
 # ---- the announcing side
+
+
+def test_a_store_tells_who_polls_it_and_hears_what_shards_reply(store: Store) -> None:
+    """Behind a socket or not; replies of shards that are not there, and of other lives, do no harm."""
+    store.start()
+    directories, chain = [shard(), shard()], keys(8)
+    write(store.attach(writer()), chain)
+    heard: tuple[tuple[int, Heard], ...] = ((2, Heard(1, 1, 1)), ((1 << 32) - 1, Heard(1, 1, 1)), (0, Heard(1, 1, 1)))
+    for _ in range(3):
+        found: Announcements = store.ask(PollAnnouncements(4, 2, heard))
+        heard = tuple((number, directories[number].announce(0, message)) for number, message in found.messages)
+    for key in chain:
+        assert directories[shard_of(key, 2)].lookup([key]) == [Run(1, (4,), ())]
+    assert not any(message.host for _, message in store.ask(PollAnnouncements(4, 2)).messages), "once"
+    (anew,) = store.ask(PollAnnouncements(5, 1)).messages
+    assert (anew[0], anew[1].node, anew[1].seq > 1) == (0, 5, True), "another node's is another announcer"
+    assert store.status().clients == 1, "who polls is no client"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -111,6 +112,46 @@ def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(StoreConfigError, match="ask for less"):
         HostMemory.create(1 << 50)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def passed(size: int, table_size: int, *, there: tuple[bool, bool] = (True, True)) -> tuple[int, int]:
+    """Sealed memory as a store passes it."""
+    fds = []
+    for wanted, filled in zip((size, table_size), there, strict=True):
+        fds.append(os.memfd_create("passed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.ftruncate(fds[-1], wanted)
+        if filled:
+            os.posix_fallocate(fds[-1], 0, wanted)
+        fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fds[0], fds[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "table_size", "there"),
+    [
+        (512 * PAGE_BYTES, PAGE_BYTES, (False, True)),
+        (8 * PAGE_BYTES, PAGE_BYTES, (True, False)),
+        (8 * PAGE_BYTES, 8 * 8, (True, True)),
+        (8 * PAGE_BYTES, PAGE_BYTES - 3, (True, True)),
+        (8 * PAGE_BYTES, 2 * PAGE_BYTES, (True, True)),
+        (8 * PAGE_BYTES + 1, PAGE_BYTES, (True, True)),
+        (600 * PAGE_BYTES, PAGE_BYTES, (True, True)),
+        (0, 0, (False, False)),
+    ],
+)
+def test_memory_that_no_store_makes_is_not_mapped(size: int, table_size: int, there: tuple[bool, bool]) -> None:
+    fds = passed(size, table_size, there=there)
+    with pytest.raises(StoreRefused, match="cannot be a pool"):
+        HostMemory.adopt(*fds)
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_memory_as_a_store_makes_it_is_mapped() -> None:
+    client = HostMemory.adopt(*passed(600 * PAGE_BYTES, 2 * PAGE_BYTES))
+    assert (client.num_pages, len(client.generations)) == (600, 1024)
+    client.close()
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:

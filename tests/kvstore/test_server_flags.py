@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -49,3 +50,24 @@ def test_one_line_says_that_the_store_is_ready(served: Store, capfd: pytest.Capt
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "ready" in line]
     wanted = f"pool of 4,194,304 bytes, up to 8,388,608 bytes in {served.nvme_folder}, 0 blocks adopted from there"
     assert line.endswith(f"ready at {served.socket}: {wanted}")
+
+
+def test_a_value_may_look_like_a_flag(served: Store) -> None:
+    served.start(nvme=NvmeConfig(kv_form="--help"), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    assert served.status().blocks == 0
+
+
+def test_a_cap_above_the_room_on_the_disk_is_told_with_both_numbers(
+    served: Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served.start(nvme=NvmeConfig(), nvme_bytes=1 << 59)
+    served.stop()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    found = re.search(r"nvme_bytes is (\d+), but there is room for (\d+) bytes in \S+: (\d+) are in use", line)
+    assert found is not None
+    cap, room, used = map(int, found.groups())
+    assert cap == 1 << 59
+    assert 0 <= used < room < cap
+    served.start(nvme=NvmeConfig(), nvme_bytes=8 << 20, segment_bytes=1 << 20)
+    served.stop()
+    assert "WARNING" not in capfd.readouterr().err

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from tournant.kvstore.config import PAGE_BYTES
-from tournant.kvstore.slots import SlotPool, SlotState
+from tournant.kvstore.slots import Slot, SlotPool, SlotState
 
 
 def test_all_pages_are_cut_and_none_twice() -> None:
@@ -32,3 +36,39 @@ def test_the_short_chunk_is_left_to_slots_that_fit() -> None:
         pool.move(slot, SlotState.VISIBLE, None)
     assert pool.has_way_to(5), "what is not lent can be evicted"
     pool.validate()
+
+
+def test_a_chunk_that_is_emptied_goes_to_the_size_that_waits() -> None:
+    pool = SlotPool(16 * PAGE_BYTES, 8 * PAGE_BYTES)
+    ones = [pool.take(1, SlotState.LENT, 1) for _ in range(16)]
+    pool.empty_a_chunk_for(2)
+    for slot in ones:
+        assert slot is not None
+        pool.free(slot)
+        pool.validate()
+    assert sum(pool.take(1, SlotState.LENT, 1) is not None for _ in range(16)) == 8, "the other chunk is left alone"
+    assert sum(pool.take(2, SlotState.LENT, 1) is not None for _ in range(8)) == 4
+    pool.empty_a_chunk_for(4)
+    assert pool.take(2, SlotState.LENT, 1) is None
+    assert not any(map(pool.is_emptying, pool.chunks_of_other_sizes(4))), "no size loses its only chunk"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sizes_that_wait_for_chunks_at_random(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = SlotPool(40 * PAGE_BYTES, 8 * PAGE_BYTES)
+    held: list[Slot] = []
+    served = dict.fromkeys((1, 2, 3), 0)
+    for _ in range(600):
+        size = rng.choice((1, 1, 1, 2, 3))
+        if held and rng.randrange(2):
+            pool.free(held.pop(rng.randrange(len(held))))
+        elif (slot := pool.take(size, SlotState.LENT, 1)) is not None:
+            held.append(slot)
+            served[size] += 1
+        elif rng.randrange(4):
+            pool.empty_a_chunk_for(size)
+        else:
+            pool.empty_no_chunk_for(size)
+        pool.validate()
+    assert min(served.values()) > 5

@@ -12,17 +12,20 @@ from hypothesis import strategies as st
 
 from tournant.kvstore import wire
 from tournant.kvstore.admin import (
+    Announcements,
     BlockLine,
     Clear,
     Cleared,
     ListBlocks,
     Listed,
+    PollAnnouncements,
     Status,
     StatusQuery,
     VerifiedBlocks,
     VerifyBlocks,
 )
 from tournant.kvstore.block import Part, Version
+from tournant.kvstore.directory import MAX_SHARDS, Announcement, Heard
 from tournant.kvstore.events import (
     Attach,
     Attached,
@@ -51,9 +54,9 @@ PART = Part(0, 30, 0, 3)
 ENTRY = ReportEntry(KEY, Version(7, 2), 3, 4, 5, 6, 7, 1, 9)
 FOUND = (b"\x01", bytes(range(48)), (PART,))
 GOLDEN = {
-    Attach(9, b"w" * 32, "bf16", b"t", 7, PART, (PART,), 4096, 5): (
-        "9a01" "02" "c420" + "77" * 32 + "a462663136" "c40174" "07"
-        "c410000000001e0000000000000003000000" "c410000000001e0000000000000003000000" "cd1000" "05"
+    Attach(9, b"w" * 32, "bf16", b"t", 7, PART, (PART,), 4096, 5, adopts=True): (
+        "9b01" "04" "c420" + "77" * 32 + "a462663136" "c40174" "07"
+        "c410000000001e0000000000000003000000" "c410000000001e0000000000000003000000" "cd1000" "05" "c3"
     ),
     Report(9, 1, (ENTRY,), ((3, 4),)): (
         "940201" "c458" + KEY.hex() + "0700000000000000" "0200000000000000" "03000000" "0400000000000000" "05000000"
@@ -68,10 +71,13 @@ GOLDEN = {
     HardUnpin(9, 1): "920901",
     Used(9, (KEY,)): "920ac420" + KEY.hex(),
     Detach(9): "910b",
-    StatusQuery(): "922002",
-    ListBlocks(5): "93210205",
-    VerifyBlocks(5): "93220205",
-    Clear(): "922302",
+    StatusQuery(): "922004",
+    ListBlocks(5): "93210405",
+    VerifyBlocks(5): "93220405",
+    Clear(): "922304",
+    PollAnnouncements(5, 2, ((1, Heard(7, 8, 9)),)): (
+        "952404" "05" "02" "c41c" "01000000" "0700000000000000" "0800000000000000" "0900000000000000"
+    ),
     Attached(1, ((3, 4),)): "934001c40c030000000400000000000000",
     Refused("no"): "9241a26e6f",
     Reported(1, ((3, 4),), (0,)): "944201c40c030000000400000000000000c40400000000",
@@ -86,6 +92,10 @@ GOLDEN = {
     ),
     VerifiedBlocks(7, True, 1, 2, 3, 4): "976207c301020304",
     Cleared(3): "926303",
+    Announcements(((1, Announcement(5, 7, 8, (KEY,), (), (KEY,), 9)),)): (
+        "9264" "c470" "01000000" "0500000000000000" "0700000000000000" "0800000000000000" "0900000000000000"
+        "01000000" "00000000" "01000000" + 2 * KEY.hex()
+    ),
 }  # fmt: skip
 
 u32, u64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
@@ -100,6 +110,8 @@ entry = st.builds(ReportEntry, key, version, u32, u64, u32, u64, u64, u32, u32)
 rows = st.binary(max_size=8).map(lambda seed: seed * ROW.size)
 found = (st.binary(max_size=20), rows, parts)
 line = st.builds(BlockLine, key, u64, u64, u32, u64, u32, *[st.integers(0, 255)] * 2, u32, st.integers(0, 255))
+heard = st.builds(Heard, u64, u64, u64)
+announcement = st.builds(Announcement, u64, u64, u64, *[st.lists(key, max_size=3).map(tuple)] * 3, u64)
 CLIENT = st.just(9)
 form = st.text(max_size=32)
 
@@ -109,7 +121,7 @@ def many(one: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]
 
 
 REQUESTS = st.one_of(
-    st.builds(Attach, CLIENT, key, form, st.binary(max_size=64), u64, st.none() | part, parts, u64, u32),
+    st.builds(Attach, CLIENT, key, form, st.binary(max_size=64), u64, st.none() | part, parts, u64, u32, st.booleans()),
     st.builds(Report, CLIENT, u64, many(entry), pairs),
     st.builds(Open, CLIENT, u64, many(key)),
     st.builds(Fetch, CLIENT, u64, many(version)),
@@ -122,6 +134,7 @@ REQUESTS = st.one_of(
     st.builds(Detach, CLIENT),
     st.builds(ListBlocks, u64),
     st.builds(VerifyBlocks, u64),
+    st.builds(PollAnnouncements, u64, st.integers(1, MAX_SHARDS), many(st.tuples(u32, heard))),
     st.sampled_from([StatusQuery(), Clear()]),
 )
 STATUS = st.builds(Status, **{f.name: pairs if f.name == "pages" else u64 for f in fields(Status)})
@@ -136,6 +149,7 @@ ANSWERS = st.one_of(
     st.builds(Listed, u64, st.booleans(), many(line)),
     st.builds(VerifiedBlocks, u64, st.booleans(), u64, u64, u64, u64),
     st.builds(Cleared, u64),
+    st.builds(Announcements, many(st.tuples(u32, announcement))),
 )
 
 
@@ -223,10 +237,13 @@ def test_random_bytes(body: bytes) -> None:
         [5, [1]],
         [3, 1, b"x" * 33],
         [6, KEY, b"v" * 16, 1 << 32, 1],
-        [1, 3, b"w" * 32, "bf16", b"", 7, None, b"", 0, 0],
-        [1, 2, b"w" * 31, "bf16", b"", 7, None, b"", 0, 0],
-        [1, 2, b"w" * 32, b"bf16", b"", 7, None, b"", 0, 0],
-        [1, 2, b"w" * 32, "bf16", b"", 7, b"\0" * 16, b"", 0, 0],
+        [1, 4, b"w" * 32, "bf16", b"", 7, None, b"", 0, 0],
+        [1, 3, b"w" * 31, "bf16", b"", 7, None, b"", 0, 0],
+        [1, 3, b"w" * 32, b"bf16", b"", 7, None, b"", 0, 0],
+        [1, 3, b"w" * 32, "bf16", b"", 7, b"\0" * 16, b"", 0, 0],
+        [36, 3, 5, 0, b""],
+        [36, 3, 5, 65, b""],
+        [36, 3, 5, 1, b"h" * 27],
         [64, 1, b""],
         {"a": 1},
         5,
@@ -238,10 +255,21 @@ def test_what_is_no_request(items: object) -> None:
         decode_request(msgpack.packb(items), 9)
 
 
+ROW_OF_3 = Announcement(5, 7, 8, (KEY,), (KEY,), (KEY,))
+
+
+@pytest.mark.parametrize("size", [47, 48, 48 + 95, 48 + 97], ids=str)
+def test_an_announcement_with_other_keys_than_it_says_is_refused(size: int) -> None:
+    value = wire._pack_announcements([(1, ROW_OF_3), (1, ROW_OF_3)])
+    assert decode_answer(msgpack.packb([100, value])) == Announcements(((1, ROW_OF_3),) * 2)
+    with pytest.raises(WireError):
+        decode_answer(msgpack.packb([100, value[:size]]))
+
+
 def test_another_protocol_is_named() -> None:
     body = bytearray(body_of(StatusQuery()))
     body[2] = 77
-    with pytest.raises(WireError, match="protocol 77; this side speaks 2: use the same release"):
+    with pytest.raises(WireError, match="protocol 77; this side speaks 4: use the same release"):
         decode_request(bytes(body), 9)
 
 
@@ -265,6 +293,10 @@ def test_what_is_nested_too_deep_to_be_read() -> None:
         Report(0, 1, (ReportEntry(b"short", Version(1, 0), 0, 0, 0, 0),)),
         Forget(0, KEY, Version(-1, 0)),
         Refused("x" * 5000),
+        PollAnnouncements(1 << 64, 1),
+        PollAnnouncements(0, 0),
+        PollAnnouncements(0, 1, ((0, Heard(0, 0, -1)),)),
+        Announcements(((0, Announcement(0, 0, 0, (b"short",))),)),
         Open(0, 1, (KEY,) * 100_000),
     ],
     ids=lambda message: type(message).__name__,

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from tests.simulation.adopter import Adopter
 from tests.simulation.disk import Disk
 from tests.simulation.replica import Rank, Replica
 from tests.simulation.world import World, chain
 from tournant.kvstore import node_store as node_store_module
+from tournant.kvstore.adoption import Adoption
 from tournant.kvstore.block import Version
 from tournant.kvstore.disk_events import ReadDone, ReadResult
 from tournant.kvstore.events import ClientClosed, ReportEntry, SetGenerations
@@ -60,7 +62,7 @@ def _pick_any_version(replica: Replica, answer: Answer) -> list[Version]:
 
 def _ranks_choose(replica: Replica, reading: Any, rank: Rank, keys: Any, answer: Answer) -> None:
     """Each rank takes the version of another block's pick where it finds its part under any version."""
-    shifted = [keys[0]] * len(keys)
+    shifted = keys[:1] * len(keys)
     _COPY(replica, reading, rank, shifted if rank.number else keys, answer)
 
 
@@ -272,7 +274,7 @@ def _no_room_for_version(store: NodeStore, key: bytes) -> None:
 def _forget_in_index_only(residency: Residency, group: Group) -> None:
     if group.dead:
         return
-    residency._leave_policy(group)
+    residency.leaves_policy(group)
     residency.on_places_lost(group)
     residency.index.remove(group)
 
@@ -319,6 +321,16 @@ def _pick_only_key(reads: ReadTable, read: Any, versions: tuple[Version, ...]) -
 
 
 _PICK = ReadTable.pick
+
+def _adopt_into_anything(adoption: Adoption, entry: ReportEntry, part: int, weights: int, slot: Slot, now: int) -> bool:
+    group = adoption._residency.index.find(entry.key, entry.version.writer_id, entry.version.counter)
+    if group is None or group.copy_of(part) is None:
+        return _TAKE_OVER(adoption, entry, part, weights, slot, now)
+    adoption._residency.pool.move(slot, SlotState.VISIBLE, group.copies[0])
+    return True
+
+
+_TAKE_OVER = Adoption.take_over
 
 KILLS = ("rank killed", "eof lies", "store killed")
 
@@ -380,4 +392,9 @@ MUTANTS = (
     Mutant("pins have no time limit", ("I11",), ("dropped message",), ((ReadTable, "expired", _no_expiry),)),
     Mutant("a complete block is not shown", ("I13",), (), ((ReadTable, "open", _open_hides_the_last),)),
     Mutant("a version is looked up by its key alone", ("I1", "I3", "I6"), (), ((GroupIndex, "find", _find_by_key),)),
+    Mutant("what came from another node is not compared with its checksum", ("I2",), ("corrupt transfer",),
+           ((Adopter, "checked", lambda adopter, told, came: came),)),
+    Mutant("what was adopted gets a version of its own", ("I3",), (),
+           ((Adopter, "version_of", lambda adopter, version: Version(7, version.counter)),)),
+    Mutant("a part that is here is adopted again", ("I6",), (), ((Adoption, "take_over", _adopt_into_anything),)),
 )  # fmt: skip

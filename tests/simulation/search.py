@@ -79,7 +79,8 @@ def replay_line(setup: Setup) -> str:
     return (
         f"run(Setup(seed={setup.seed}, faults=frozenset({sorted(setup.faults)}), ranks={setup.ranks}, "
         f"replicas={setup.replicas}, slots={setup.slots}, nvme={setup.nvme}, eviction={setup.eviction!r}, "
-        f"admission={setup.admission!r}, prefetch={setup.prefetch}, events={setup.events}))"
+        f"admission={setup.admission!r}, prefetch={setup.prefetch}, events={setup.events}, "
+        f"adopts={setup.adopts}))"
     )
 
 

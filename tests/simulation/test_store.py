@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.simulation.adopter import Adopter
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.search import Found, arguments, fails, replay_line, search
 from tests.simulation.searching import on_all_cores, printed_under_hash_seeds
 from tests.simulation.world import FAULTS, Setup, run
+from tournant.kvstore.adoption import Adoption
 from tournant.kvstore.policies import EVICTION
 
 SCHEDULES = 10_000
@@ -26,7 +28,7 @@ MIN_COUNT = 100
 BRANCHES = (
     "loaded", "written", "corrupt", "bad slot", "evicted", "evicted clean", "incomplete dropped", "credit short",
     "read expired", "cut by pins", "entry refused", "generation changed", "hard pin", "recovered", "bad block seen",
-    "disconnected", "prefetched",
+    "disconnected", "prefetched", "adopted", "adopted nothing",
 )  # fmt: skip
 
 # schedules that found a bug once
@@ -118,10 +120,12 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
 
 
 def _setups_for(mutant: Mutant) -> Iterator[Setup]:
+    adopts = any(target in (Adopter, Adoption) for target, _, _ in mutant.patches)
     needs_disk = {"swapped records", "bit flip", "read error", "hung disk", "slow disk"}.intersection(mutant.faults)
     for seed in range(MUTANT_SEEDS):
         setup = Setup.draw(seed)
-        yield replace(setup, faults=setup.faults.union(mutant.faults), nvme=setup.nvme or bool(needs_disk))
+        faults, nvme = setup.faults.union(mutant.faults), setup.nvme or bool(needs_disk)
+        yield replace(setup, faults=faults, nvme=nvme, adopts=adopts)
 
 
 def test_there_are_enough_mutants() -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.simulation.adopter import Adopter, Elsewhere
 from tests.simulation.disk import Disk
 from tests.simulation.memory import Memory, content
 from tests.simulation.replica import CREDIT, SLOT_BYTES, Rank, Replica
@@ -44,8 +45,9 @@ FAULTS = (
     "dropped message", "duplicated message", "late message", "rank killed", "store killed", "power loss", "eof lies",
     "stalled rank", "clock jump", "slow copy", "cancel", "forget", "weights update", "host bit flip", "hung disk",
     "slow disk", "disk full", "write error", "read error", "sync error", "delete error", "checkpoint error", "bit flip",
-    "swapped records", "forged report",
+    "swapped records", "forged report", "corrupt transfer",
 )  # fmt: skip
+BETWEEN_NODES = "corrupt transfer"
 TICK_US = 20_000
 QUIET_US = 9_000_000  # longer than the slowest I/O
 
@@ -72,26 +74,28 @@ class Setup:
     admission: str = "all"
     prefetch: int = 0
     events: int = 200
+    adopts: bool = False
 
     @staticmethod
     def draw(seed: int, *, events: int = 200, evictions: tuple[str, ...] = ("lru",)) -> Setup:
         """A random setup: each fault is on with the same odds of being off."""
         rng = random.Random(seed * 2 + 1)
-        faults = frozenset(fault for fault in FAULTS if rng.randrange(3) == 0)
+        faults = frozenset(fault for fault in FAULTS if fault != BETWEEN_NODES and rng.randrange(3) == 0)
         ranks = rng.choice((1, 1, 2, 2, 3))
         replicas = rng.choice((1, 2, 2))
         nvme = rng.randrange(3) > 0
         slots = ranks * (replicas * CREDIT * 2 + rng.randrange(2, 10 if nvme else 24))
-        return Setup(
-            seed, faults, ranks, replicas, slots, nvme, rng.choice(evictions),
-            rng.choice(("all", "all", "seen_twice")), rng.choice((0, 2)), events,
-        )  # fmt: skip
+        chosen = (rng.choice(evictions), rng.choice(("all", "all", "seen_twice")), rng.choice((0, 2)))
+        adopts = rng.randrange(3) == 0  # drawn last, so that the seeds of before it mean what they did
+        faults |= {BETWEEN_NODES} if adopts else set()
+        return Setup(seed, faults, ranks, replicas, slots, nvme, *chosen, events, adopts)
 
     def config(self) -> StoreConfig:
         """Of the store: small, with short deadlines."""
         record = SLOT_BYTES + 2 * 4096
+        slots = self.slots + self.ranks * CREDIT * 2 * self.adopts
         return StoreConfig(
-            host_bytes=self.slots * SLOT_BYTES,
+            host_bytes=slots * SLOT_BYTES,
             nvme_bytes=record * 6 * 8 if self.nvme else 0,
             segment_bytes=record * 6,
             eviction=self.eviction,
@@ -149,9 +153,9 @@ class World:
         self.quiet = False
         self.steps = 0
         self.trace = 0
-        self._heap: list[tuple[int, int, Rank | None, Callable[[], None]]] = []
+        self._heap: list[tuple[int, int, Rank | Adopter | None, Callable[[], None]]] = []
         self._next = 0
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, Rank | Adopter] = {}
         self._next_client = 1
         self._lent: dict[int, dict[int, int]] = {}
         self._reported: set[tuple[bytes, Version, int]] = set()
@@ -165,11 +169,13 @@ class World:
         heads = self.setup.ranks
         self.parts = tuple(Part(0, 2, head, head + 1) for head in range(heads))
         self.replicas = [Replica(self, number, self.parts, weights=1) for number in range(self.setup.replicas)]
+        self.elsewhere = Elsewhere(self)
+        self.adopters = [Adopter(self, *one) for one in enumerate(self.parts if self.setup.adopts else ())]
         self.later(TICK_US, self._tick)
 
     # ---- time and chance
 
-    def later(self, delay: int, action: Callable[[], None], rank: Rank | None = None) -> None:
+    def later(self, delay: int, action: Callable[[], None], rank: Rank | Adopter | None = None) -> None:
         """Do something after a while; what a rank does waits while the rank is stopped and ends with it."""
         self._next += 1
         heapq.heappush(self._heap, (self.now + delay, self._next, rank, action))
@@ -215,7 +221,7 @@ class World:
         self._ranks = {}
         self.later(self.rng.randrange(5_000, 60_000), self._start_store)
 
-    def connect(self, rank: Rank) -> int:
+    def connect(self, rank: Rank | Adopter) -> int:
         """A new connection; numbers are never used again."""
         client = self._next_client
         self._next_client += 1
@@ -237,7 +243,7 @@ class World:
             self._ranks.pop(client, None)
         self._deliver(ClientExited(client), incarnation)
 
-    def to_store(self, rank: Rank, message: Event) -> None:
+    def to_store(self, rank: Rank | Adopter, message: Event) -> None:
         """A message of a rank is on its way."""
         incarnation = self.core.incarnation
         if not self.store_up or (rank.memory is not None and rank.memory.incarnation != incarnation):
@@ -296,7 +302,7 @@ class World:
                     self.count("disconnected")
                     attached = rank.memory is not None
                     rank.lost_connection()
-                    if attached and rank.alive:
+                    if attached and rank.alive and isinstance(rank, Rank):
                         self.later(self.rng.randrange(1000, 100_000), lambda: rank.alive and rank.replica.fail())
             case Verify(io, page, _, checksum):
                 good = memory.contents.get(page) == checksum
@@ -369,8 +375,9 @@ class World:
                 del lent[entry.page]
             if accepted and rank is not None:
                 name = (entry.key, entry.version, rank.number)
-                if name in self._reported:
-                    self.violated("I3", f"{entry.version} of a part was written twice")
+                if isinstance(rank, Adopter) != (name in self._reported):
+                    what = "adopted, but never written" if isinstance(rank, Adopter) else "written twice"
+                    self.violated("I3", f"{entry.version} of a part was {what}")
                 self._reported.add(name)
                 self._held.setdefault(entry.key, {}).setdefault(entry.version, set()).add(rank.number)
         for page, generation in event.released:
@@ -422,7 +429,11 @@ class World:
 
     # ---- oracles that replicas call
 
-    def may_write(self, rank: Rank, memory: Memory, page: int, generation: int) -> bool:
+    def written_somewhere(self, key: bytes, version: Version, part: int) -> None:
+        """A part was written by a replica of another node."""
+        self._reported.add((key, version, part))
+
+    def may_write(self, rank: Rank | Adopter, memory: Memory, page: int, generation: int) -> bool:
         """I5: a process writes into a slot only while it is lent to it. False: its mapping is of a dead store."""
         if memory is not self.memory or not self.store_up:
             return True
@@ -442,6 +453,8 @@ class World:
             self.violated(kind, f"replica {replica.number} accepted for part {part} of {version} what was {meant}")
         if (key, version, part) not in self._reported:
             self.violated("I3", f"replica {replica.number} accepted {version}, which was never reported")
+        if self.adopters and part == 0 and self.rng.randrange(4) == 0:
+            self.elsewhere.copied(key, version, context)
 
     # ---- the schedule
 
@@ -456,6 +469,9 @@ class World:
     def act(self) -> None:
         """Something that a user, an operator or fate does."""
         rng = self.rng
+        if self.adopters and rng.randrange(3) == 0:
+            self._act_elsewhere()
+            return
         replica = rng.choice(self.replicas)
         choice = rng.randrange(100)
         if choice < 35:
@@ -485,6 +501,16 @@ class World:
                 self.memory.contents[rng.choice(pages)] ^= 1 << 70
         elif choice > 97:
             self.disk.rot()
+
+    def _act_elsewhere(self) -> None:
+        """Another node's replica writes, or blocks are brought from there."""
+        rng, replica = self.rng, self.rng.choice(self.replicas)
+        if rng.randrange(3) == 0:
+            keys, contexts = self.chain_of(replica.weights, 0, rng.randrange(4))
+            place = rng.randrange(len(keys))
+            self.elsewhere.written(keys[place], contexts[place])
+        else:
+            rng.choice(self.adopters).bring()
 
     def _eof_lies(self, rank: Rank) -> None:
         """The connection ends while the process lives on, and writes on into what was lent to it."""
@@ -547,8 +573,13 @@ class World:
             and not core.reads.reads
             and not core.residency.pinned_pages
             and not any(pages[state] for state in (SlotState.LOADING, SlotState.DRAINING, SlotState.QUARANTINED))
-            and self._lent_slots() == sum(len(replica.ranks) for replica in self.replicas) * CREDIT
+            and self._lent_slots() == self._credit_slots()
         )
+
+    def _credit_slots(self) -> int:
+        """The standing credit: of all ranks, and of the adopters that have found an engine of their weights."""
+        adopting = sum(client.attach.adopts for client in self.core.clients.by_number.values())
+        return (sum(len(replica.ranks) for replica in self.replicas) + adopting) * CREDIT
 
     def _lent_slots(self) -> int:
         return sum(len(client.lent) for client in self.core.clients.by_number.values())
@@ -582,9 +613,8 @@ class World:
         if pages[SlotState.LOADING] or pages[SlotState.DRAINING] or pages[SlotState.QUARANTINED]:
             self.violated("I11", f"pages by state are {pages} after a quiet tail")
         lent = self._lent_slots()
-        alive = sum(len(replica.ranks) for replica in self.replicas)
-        if lent != alive * CREDIT:
-            self.violated("I11", f"{lent} slots are lent; {alive} ranks have a credit of {CREDIT} each")
+        if lent != self._credit_slots():
+            self.violated("I11", f"{lent} slots are lent; the credit of all is {self._credit_slots()}")
         for rank in (rank for replica in self.replicas for rank in replica.ranks):
             known = core.clients.by_number.get(rank.client)
             told = {*rank.lent, *rank.busy} - {(entry.page, entry.generation) for entry in rank.done}

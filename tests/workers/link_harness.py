@@ -71,7 +71,7 @@ class Engine:
         self.images: BlockImages = PlainImages(CpuDevice(), self.pool)
         if "images" in config:
             self.images = config.pop("images")(self.images)
-        made = OffloadConfig(str(socket), **config)
+        made = OffloadConfig(str(socket), **{"credit_blocks": 8} | config)
         identity = LinkIdentity(b"w" * 32, "bf16", self.writer_id, PART)
         self.link = StoreLink(socket, identity, self.images, made, self._happened.set, timeout_s=timeout_s)
 

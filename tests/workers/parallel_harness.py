@@ -10,12 +10,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.workers.harness import Session, files_of
+from tests.workers.harness import Session, files_of, make_engine
 from tests.workers.rank_worker import work
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
@@ -26,6 +27,8 @@ from tournant.workers.parallel_runner import ParallelRunner, ShardRunner
 from tournant.workers.rank_group import Membership, RankGroup, open_store
 
 TIMEOUT_S = 20.0
+NUM_NEW = 12
+LEAST_GAP = 5e-3
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Replica:
         split = check_split(decoder, tensor, pipeline)
         token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
         defaults: dict[str, Any] = {"dtype": "float32", "deterministic": True, "device": "cpu", "num_threads": 1}
+        defaults |= {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
         config = EngineConfig(**defaults | {"kv_cache_bytes": num_blocks * 16 * token_bytes} | fields)
         ranks.start(split.size - 1)
         self._store = open_store("127.0.0.1")
@@ -163,3 +167,31 @@ def prompts_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     """Random bytes as prompts."""
     rng = random.Random(seed)
     return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+@cache
+def without_near_ties(folder: Path, lengths: tuple[int, ...]) -> Chosen:
+    """A prompt of each length, and what a single process answers, which is far from answering anything else.
+
+    It is asked for the two best logits of every token, and of eight random prompts the first serves for which they
+    always differ by more than LEAST_GAP. Sums in another order move logits of these models by about 1e-5.
+    """
+    session = Session(make_engine(folder, num_blocks=400))
+    chosen = Chosen([], [])
+    for length in lengths:
+        for prompt in prompts_of((length,) * 8, seed=length):
+            request = session.submit(prompt, max_tokens=NUM_NEW, logprobs=2)
+            session.drain()
+            tops = [item.top for output in session.outputs[request] for item in output.logprobs or []]
+            if min(best - second for (_, best), (_, second) in tops) > LEAST_GAP:
+                chosen.prompts.append(prompt)
+                chosen.answers.append(session.tokens(request))
+                break
+    assert len(chosen.prompts) == len(lengths), "no prompt without near ties was found"
+    return chosen

@@ -17,9 +17,9 @@ from tests.workers.harness import files_of
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, ModelFormatError
-from tournant.workers.parallel import Split
 from tournant.workers.parallel_runner import RankServer, ShardRunner
 from tournant.workers.rank_group import Membership, RankGroup, RankLost, find_store
+from tournant.workers.split import Split
 
 
 def follow(order: dict[str, Any]) -> str:

@@ -102,3 +102,13 @@ def test_a_rate_that_was_not_seen_for_a_day_is_still_a_number() -> None:
     rate = model.bytes_per_second(HOST, 86_400.0)
     assert rate is not None
     assert 2e9 < rate < 1e18
+
+
+def test_those_who_decode_wait_for_a_prompt_that_is_computed() -> None:
+    model = CostModel(BLOCK_TOKENS)
+    model.observe_step(1000, 500.0, 0, 1.0)
+    tokens_s = model.compute_s(0, 8 * BLOCK_TOKENS)
+    assert tokens_s is not None
+    model.observe_transfer(HOST, 8 * BLOCK_BYTES, 1.5 * tokens_s, 0.0)  # slower than computing, by half
+    assert model.choose([HOST] * 8, 0, BLOCK_BYTES, 0.0).count == 0
+    assert model.choose([HOST] * 8, 0, BLOCK_BYTES, 0.0, decoding=1).count == 8

@@ -137,6 +137,18 @@ def test_abort_frees_everything_at_once_and_says_nothing_more() -> None:
     engine.validate()
 
 
+@pytest.mark.parametrize("after", range(1, 9))
+def test_abort_with_many_batches_in_flight_breaks_no_invariant(after: int) -> None:
+    engine = make_engine(num_blocks=16, num_in_flight=4)
+    for number in (1, 2):
+        engine.add_request(EngineRequest(number, list(range(20)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(after):
+        engine.step()
+    engine.abort(1)
+    assert {output.request_id for output in drain(engine)} == {2}
+    assert engine.stats().kv_used == 0
+
+
 def test_reset_is_refused_while_blocks_are_in_use() -> None:
     engine = make_engine(num_blocks=64, block_tokens=8)
     engine.add_request(EngineRequest(1, list(range(30)), SamplingParams(max_tokens=50, seed=0)))

@@ -30,6 +30,7 @@ class Load:
             max_num_batched_tokens=rng.choice([16, 50, 512]),
             enable_prefix_caching=rng.random() < 0.8,
             num_in_flight=rng.choice([1, 1, 2, 3]),
+            pipeline_parallel_size=rng.choice([1, 1, 2, 3]),
         )
         self.prefixes = [[rng.randrange(997) for _ in range(rng.randint(1, self.limit // 2))] for _ in range(3)]
         self.requests: dict[int, EngineRequest] = {}

@@ -10,17 +10,22 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from tests.workers.harness import files_of
+from tournant.kvstore.config import PAGE_BYTES, StoreConfig
+from tournant.kvstore.store_process import start_store
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineRequest, RequestOutput
 from tournant.workers.model_files import ModelFiles
+from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(dtype="float32", deterministic=True, kv_cache_bytes=64 * 16 * 2048)
@@ -147,6 +152,43 @@ def test_a_config_that_does_not_fit_is_reported(
             await ProcessEngineClient.start(config, files_of(tiny_model))
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("store", "offload", "words"),
+    [
+        ({"host_bytes": 2 * PAGE_BYTES}, {}, "slot_bytes is 32768; .* give the store more host_bytes"),
+        (
+            {"host_bytes": 400 * PAGE_BYTES, "max_clients": 1},
+            {"lower_kv_dtype": "fp8_e4m3", "lower_kv_dtype_from": 64},
+            "max_clients is 1",
+        ),
+    ],
+)
+def test_a_store_that_can_never_serve_it_is_reported(
+    tiny_model: Path, tmp_path: Path, store: dict[str, int], offload: dict[str, object], words: str
+) -> None:
+    config = replace(CONFIG, deterministic=False)
+    process = start_store(StoreConfig(**store), tmp_path / "store" / "socket", drain_s=0.0)
+
+    async def scenario() -> None:
+        tiers = OffloadConfig(str(process.socket), **offload)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"node store does not serve this engine: .*{words}"):
+            await ProcessEngineClient.start(config, files_of(tiny_model), 60, tiers)
+
+    try:
+        run(scenario)
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("auto", "float32"), ("fp8_e5m2", "float32 with fp8_e5m2 KV"), ("fp8_e4m3", "float32 with fp8_e4m3 KV")],
+)
+def test_the_form_of_kv_has_the_name_it_was_configured_by(tiny_model: Path, form: str, name: str) -> None:
+    config = replace(CONFIG, kv_cache_dtype=form, deterministic=False)
+    assert build_engine(config, files_of(tiny_model), 1)[1].dtype == name
 
 
 def test_a_broken_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:

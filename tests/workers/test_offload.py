@@ -51,7 +51,8 @@ def assert_store_at_rest(store: Store, sessions: int) -> None:
     pages = {SlotState(state): count for state, count in status.pages}
     assert pages[SlotState.DRAINING] == 0
     assert status.pinned_pages == 0
-    assert pages[SlotState.LENT] == sessions * 8 * 8  # a sixteenth of 128 slots of eight pages
+    credits = (16, 8)[:sessions]  # each half of what was left of a quarter of 128 slots, which have eight pages
+    assert pages[SlotState.LENT] == sum(credits) * 8
 
 
 def test_store_on_equals_store_off_and_what_returns_from_each_tier(
@@ -216,6 +217,38 @@ def test_load_or_recompute_counts_both_estimates(tiny_model: Path, store: Store,
     assert replace(never.engine.stats().tiers).restores == 0
     session.close()
     never.close()
+
+
+def test_an_engine_goes_on_beside_a_store_that_refuses_it(
+    tiny_model: Path, tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tournant.workers.store_link.LAST_REFUSAL_S", 0.05)
+    store = Store(tmp_path, nvme=False)
+    session = tiered(tiny_model, store.socket)
+    session.attach()
+    assert answers(session, FEW[:10]) == right[:10]
+    store.process.kill()
+    other = Store(tmp_path, host_blocks=3, nvme=False)  # one block is more than a quarter
+    while session.engine.stats().tiers.store_refusals < 4:
+        session.turn()
+    assert answers(session, FEW[:10]) == right[:10]
+    assert session.engine.stats().tiers.attached == 0
+    other.process.kill()
+    store.start()
+    session.attach()
+    assert answers(session, FEW[:10]) == right[:10]
+    session.settle()
+    session.close()
+    store.process.kill()
+
+
+def test_an_engine_does_not_start_beside_a_store_that_will_never_serve_it(tiny_model: Path, tmp_path: Path) -> None:
+    with node_store(tmp_path, 3, nvme=False) as store:
+        session = tiered(tiny_model, store.socket)
+        woken = session._woken
+        with pytest.raises(ConfigError, match=r"does not serve this engine: .* more host_bytes"):
+            session.engine.attach(lambda seconds: woken.wait(seconds), 30.0)
+        session.close()
 
 
 def test_an_engine_without_its_store_serves(tiny_model: Path, tmp_path: Path, right: list[list[int]]) -> None:

@@ -1,16 +1,13 @@
 """Splits: their arithmetic, what each rank reads, and greedy tokens equal to one process's in fp32.
 
-Prompts without near ties: the single process is asked for the two best logits of every token it generates, and of eight
-random prompts of a length the first serves for which they always differ by more than LEAST_GAP. Sums in another order
-move logits of these models by about 1e-5.
+Prompts are without near ties, see `parallel_harness.without_near_ties`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from tests.helpers.family_gguf import write_family_gguf
 from tests.helpers.tiny_families import FAMILIES, build_family
 from tests.helpers.tiny_model import build_tiny_model
 from tests.workers.harness import Session, files_of, make_engine
-from tests.workers.parallel_harness import Ranks, Replica, prompts_of, replica
+from tests.workers.parallel_harness import NUM_NEW, Ranks, Replica, prompts_of, replica, without_near_ties
 from tournant.kvstore.block import Part
 from tournant.workers.errors import ConfigError
 from tournant.workers.model_files import resolve_model
@@ -32,18 +29,16 @@ from tournant.workers.models.families import read_decoder_config
 from tournant.workers.parallel import (
     Shard,
     ShardTensors,
-    Split,
     check_split,
     keeps_groups,
     possible_tensor_sizes,
     shard_of,
     shards_of,
 )
+from tournant.workers.split import Split
 from tournant.workers.weights import load_checkpoint
 
-NUM_NEW = 12
 LENGTHS = (1, 5, 16, 33, 100, 255)
-LEAST_GAP = 5e-3
 
 
 @pytest.fixture(scope="module")
@@ -270,30 +265,6 @@ def test_quantised_groups_stay_whole_or_are_dequantised(tmp_path: Path, tensor: 
 
 
 # ---------------------------------------------------------------- tokens
-
-
-@dataclass(frozen=True)
-class Chosen:
-    prompts: list[list[int]]
-    answers: list[list[int]]
-
-
-@cache
-def without_near_ties(folder: Path, lengths: tuple[int, ...]) -> Chosen:
-    """A prompt of each length, and what a single process answers, which is far from answering anything else."""
-    session = Session(make_engine(folder, num_blocks=400))
-    chosen = Chosen([], [])
-    for length in lengths:
-        for prompt in prompts_of((length,) * 8, seed=length):
-            request = session.submit(prompt, max_tokens=NUM_NEW, logprobs=2)
-            session.drain()
-            tops = [item.top for output in session.outputs[request] for item in output.logprobs or []]
-            if min(best - second for (_, best), (_, second) in tops) > LEAST_GAP:
-                chosen.prompts.append(prompt)
-                chosen.answers.append(session.tokens(request))
-                break
-    assert len(chosen.prompts) == len(lengths), "no prompt without near ties was found"
-    return chosen
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,34 @@ def test_two_batches_are_in_flight_in_a_pipeline(ranks: Ranks, tiny_model: Path)
     assert running.close() == [""]
 
 
+def test_decodes_overlap_between_stages(ranks: Ranks, tiny_model: Path) -> None:
+    """Two halves of the running sequences take turns: stage 0 is through the second half's step before stage 1 has
+    begun the first's, and waits for no token.
+    """
+    prompts = prompts_of((9, 14, 20, 31), seed=6)
+    want = Session(make_engine(tiny_model)).ask(prompts, max_tokens=6)
+    running = Replica(ranks, tiny_model, 1, 2)
+    session, engine = Session(running.engine), running.engine
+    asked = [session.submit(prompt, max_tokens=6) for prompt in prompts]
+    session.step()  # the prompts are in flight; more cannot be
+    session.step()
+    (other,) = running.others
+    other.signal(signal.SIGSTOP)
+    try:
+        halves = [engine.scheduler.schedule(0.0) for _ in range(3)]
+        assert halves.pop() is None
+        begun = [(batch, running.runner.run(batch)) for batch in halves if batch is not None]
+        assert [len(batch.rows) for batch, _ in begun] == [2, 2]
+        assert len(running.shard._returning) == 2
+    finally:
+        other.signal(signal.SIGCONT)
+    for batch, pending in begun:
+        session.book(engine.scheduler.postprocess(batch, pending.result(), 0.0))
+    session.drain()
+    assert [session.tokens(request) for request in asked] == want
+    assert running.close() == [""]
+
+
 def test_a_rank_with_other_block_tables_ends(ranks: Ranks, tiny_model: Path) -> None:
     """Before it computes; the leader's step fails and names the cause, and so does every later one, at once."""
     running = Replica(ranks, tiny_model, 2, 1)
@@ -194,5 +222,5 @@ def test_a_killed_rank_fails_the_step(ranks: Ranks, tiny_model: Path, tensor: in
     with pytest.raises(RankLost, match=r"step .* failed: could not"):
         session.drain()
     with pytest.raises(RankLost):
-        session.engine.step()
+        running.runner.run(batch_of(1, [1], 90))
     running.group.close()

@@ -129,7 +129,7 @@ def test_two_links_share_a_store(store: Node) -> None:
 
 def test_copiers_share_a_save(store: Node) -> None:
     store.start(blocks=512)
-    engine = store.engine(num_copiers=4)
+    engine = store.engine(num_copiers=4, credit_blocks=32)
     assert engine.attached().credit == (32,)
     entries = engine.fill(keys(30))
     save = engine.number()
@@ -191,7 +191,7 @@ def test_many_reads_at_once(store: Node) -> None:
     for read, place in reads.items():
         assert engine.ended(read).count == 8
         assert engine.holds(entries[place], 8 * place)
-    store.at_rest(32)
+    store.at_rest(8)
 
 
 # ---- refusals, damage, deadlines
@@ -222,11 +222,23 @@ def test_a_save_beyond_the_credit_is_refused_in_part(store: Node) -> None:
     store.at_rest(2)
 
 
-def test_a_credit_that_the_store_does_not_give_is_halved(store: Node) -> None:
+def test_a_credit_that_the_store_does_not_give_is_cut(store: Node) -> None:
     store.start(blocks=128)
     engine = store.engine(credit_blocks=100)
-    assert engine.attached().credit == (25,)
-    store.at_rest(25)
+    assert engine.attached().credit == (32,)
+    store.at_rest(32)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "credits"), [(4, (1,)), (32, (4, 2, 1)), (128, (16, 8, 4, 2)), (1024, (32, 32)), (12_000, (256,))]
+)
+def test_the_credit_is_a_share_of_the_pool_and_leaves_some_to_others(
+    store: Node, blocks: int, credits: tuple[int, ...]
+) -> None:
+    store.start(blocks=blocks)
+    for credit in credits:
+        assert store.engine(credit_blocks=None).attached().credit == (credit,)
+    store.at_rest(sum(credits))
 
 
 def test_damaged_slots_cut_the_prefix_and_are_dropped(store: Node) -> None:
@@ -369,7 +381,7 @@ def test_a_read_can_be_ended_in_every_state(store: Node) -> None:
         engine.fetch(read, 20)
         engine.submit(Load(read, 0, tuple(range(first, first + 20))))
     assert gate.entered.wait(PATIENCE_S)
-    engine.submit(EndRead(queued), EndRead(loading))
+    engine.submit(EndRead(loading), EndRead(queued))  # in this order: the end of the second tells that both were taken
     assert engine.ended(queued).count == 0, "it need not wait for the copy before it"
     assert not [event for event in engine.events if isinstance(event, ReadEnded) and event.read == loading]
     gate.go_on.set()
@@ -523,7 +535,7 @@ def test_a_link_waits_for_its_store(store: Node) -> None:
 
 
 def test_a_refusal_is_told_once(store: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tournant.workers.store_link.LAST_RETRY_S", 0.01)
+    monkeypatch.setattr("tournant.workers.store_link.LAST_REFUSAL_S", 0.01)
     store.start(blocks=2)
     engine = store.engine(credit_blocks=1)  # three pages of six: more than a quarter
     store.wait_for(lambda found: "refuses this engine" in caplog.text)

@@ -14,20 +14,38 @@ from tournant.workers.messages import EngineRequest, RequestOutput
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 from tournant.workers.sequence import SequenceState
-from tournant.workers.transfer_messages import Fetch, Link, Load, Lookup, Save, Stash, Unstash
+from tournant.workers.transfer_messages import (
+    Event,
+    Fetch,
+    Fetched,
+    Found,
+    Link,
+    Load,
+    Loaded,
+    Lookup,
+    ReadEnded,
+    Save,
+    Stash,
+    Unstash,
+)
 
 
 class Tiered:
     """An engine with a fake store below, which always restores: what the fake device computes costs nothing."""
 
     def __init__(
-        self, store: FakeStore, num_blocks: int = 16, credit: int | tuple[int, ...] = 16, **offload: object
+        self,
+        store: FakeStore,
+        num_blocks: int = 16,
+        credit: int | tuple[int, ...] = 16,
+        link: type[FakeLink] = FakeLink,
+        **offload: object,
     ) -> None:
         self.store = store
         self.links: list[FakeLink] = []
 
         def tiers(runner: FakeRunner) -> tuple[Link, OffloadConfig]:
-            self.links.append(FakeLink(runner, store, credit if isinstance(credit, tuple) else (credit,)))
+            self.links.append(link(runner, store, credit if isinstance(credit, tuple) else (credit,)))
             return self.links[-1], OffloadConfig("unused", **{"restore": "always"} | offload)  # type: ignore[arg-type]
 
         self.engine = make_engine(num_blocks, tiers=tiers)
@@ -122,6 +140,33 @@ def test_others_run_while_a_request_restores() -> None:
     tiered.rest()
     assert tiered.outputs[2] == tiered.outputs[1]
     assert tiered.first[2].cached_by_tier == (0, 40, 0)
+
+
+class Boasting(FakeLink):
+    """Claims more than it was asked for."""
+
+    def take_events(self) -> list[Event]:
+        """See `Link`."""
+        found: list[Event] = []
+        for event in super().take_events():
+            match event:
+                case Found(read, tiers, seconds) if tiers:
+                    event = Found(read, tiers * 40, seconds)
+                case Fetched(read, count, num_bytes, seconds):
+                    event = Fetched(read, count + 99, num_bytes, seconds)
+                case ReadEnded(read, count, num_bytes, seconds) if count:
+                    found.append(Loaded(read, count + 99))
+                    event = ReadEnded(read, count + 99, num_bytes, seconds)
+            found.append(event)
+        return found
+
+
+def test_answers_beyond_the_question_are_cut() -> None:
+    tiered = Tiered(FakeStore(), link=Boasting)
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    assert tiered.ask(2, prompt_of(1)).cached_by_tier == (0, 40, 0)
+    assert tiered.outputs[2] == tiered.outputs[1]
 
 
 @pytest.mark.parametrize("kind", [Lookup, Fetch, Load])

@@ -1,0 +1,85 @@
+"""A Ray of three nodes on this machine, for tests of what happens between nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+NODE = {"num_cpus": 4, "object_store_memory": 80 << 20, "memory": 1 << 30}
+HEALTH = {  # a node that is gone is declared dead within 4 s
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,
+}
+
+
+@dataclass
+class RayCluster:
+    """Nodes by name: "head", to which this process is connected, "a" and "b". A node has a resource and a label `name`
+    of its name. folder: for everything that is written; short enough for sockets.
+    """
+
+    cluster: Cluster
+    folder: Path
+    nodes: dict[str, Any]
+
+    def add_node(self, name: str) -> str:
+        """One more node; its Ray id."""
+        options = {**NODE, "plasma_directory": str(self.folder), "resources": {name: 8}, "labels": {"name": name}}
+        self.nodes[name] = self.cluster.add_node(**options)
+        return self.node_id(name)
+
+    def remove_node(self, name: str) -> None:
+        """Kill all that runs on a node, as when its machine is gone."""
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+
+    def node_id(self, name: str) -> str:
+        """Ray's id of a node."""
+        return str(self.nodes[name].node_id)
+
+    def on(self, name: str) -> NodeAffinitySchedulingStrategy:
+        """For `.options(scheduling_strategy=...)` of what is to run on a node."""
+        return NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A Ray of this module's own, with nodes "head", "a" and "b"."""
+    folder = Path("/tmp", f"c{os.getpid()}")
+    folder.mkdir(mode=0o700)
+    environment = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),  # where the address of this cluster is written, which nobody else is to find
+        "TMPDIR": str(folder),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        (folder / "ray").mkdir()
+        head = {
+            **NODE, "resources": {"head": 8}, "labels": {"name": "head"}, "include_dashboard": False,
+            "temp_dir": str(folder / "ray"), "plasma_directory": str(folder), "_system_config": HEALTH,
+        }  # fmt: skip
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            made = RayCluster(cluster, folder, {"head": cluster.head_node})
+            for name in ("a", "b"):
+                made.add_node(name)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield made
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            shutil.rmtree(folder)
