@@ -5,7 +5,7 @@ kind. Which node is asked is remote_blocks.py's, who carries the bytes block_tra
 
 Invariants:
  1. A block is reported only when the bytes in its slot have the checksum that its writer gave, under that version.
- 2. At most MAX_BATCHES batches are under way on a node, two of one adopter, whoever asks for them.
+ 2. At most MAX_BATCHES batches are under way on a node, AHEAD of one adopter, whoever asks for them.
  3. What is here already is not asked for: asking twice brings nothing twice.
 """
 
@@ -27,17 +27,19 @@ from tournant.cluster.block_transport import (
     TransportFailed,
     Wanted,
 )
+from tournant.kvstore.admin import Status, StatusQuery
 from tournant.kvstore.agent_wire import Bring
 from tournant.kvstore.block import Part
-from tournant.kvstore.client import Identity, StoreClient, connect
+from tournant.kvstore.client import Identity, StoreClient, ask, connect
 from tournant.kvstore.clients import TOO_MUCH_LENT
 from tournant.kvstore.config import PAGE_BYTES
-from tournant.kvstore.errors import StoreRefused, StoreUnavailable
+from tournant.kvstore.errors import StoreRefused
 from tournant.kvstore.events import ReportEntry
 from tournant.kvstore.record import checksum
 
-MAX_BATCHES = 8
+MAX_BATCHES, AHEAD = 8, 2
 CREDIT_BYTES, MAX_CREDIT = 16 << 20, 64  # of slots that the store lends for each size of blocks
+CREDIT_SHARE = 64  # and no more than one of so many in the pool
 Key = tuple[Part, bytes, str, bytes, tuple[int, ...]]
 
 
@@ -48,11 +50,14 @@ def key_of(question: Bring) -> Key:
 
 @dataclass(slots=True)
 class Outcome:
-    """Leading blocks that were copied or are here, bytes that came, why no more came from the other node."""
+    """Leading blocks that were copied or are here, bytes that came, why no more came from the other node, and whether
+    that is because it is gone.
+    """
 
     count: int = 0
     num_bytes: int = 0
     problem: str = ""
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,10 @@ class BlockAdopter:
         outcome = Outcome()
         try:
             self._attach(question, until)
-            outcome.count = self._present(question.keys, question.part, until)
+            outcome.count = self._present(question.keys, question.part)
             self._bring(question, until, outcome)
         except TransportFailed as error:
-            outcome.problem = str(error)
+            outcome.problem, outcome.is_gone = error.message, error.is_gone
         except BaseException:
             self.close()
             raise
@@ -102,7 +107,7 @@ class BlockAdopter:
 
     def _attach(self, question: Bring, until: float) -> None:
         for size in question.slot_bytes:
-            credit = max(1, min(MAX_CREDIT, CREDIT_BYTES // size))
+            credit = self._credit(size) if size not in self._clients else 0
             while size not in self._clients:
                 identity = Identity(
                     question.weights_id, question.kv_form, 0, question.part, (question.part,), size, credit,
@@ -115,10 +120,16 @@ class BlockAdopter:
                         raise
                     credit //= 2
 
-    def _present(self, keys: Sequence[bytes], part: Part, until: float) -> int:
+    def _credit(self, size: int) -> int:
+        """Slots to ask for: engines need most of what a store lends."""
+        status = ask(self._socket, StatusQuery())
+        pages = status.host_pages if isinstance(status, Status) else 0
+        return max(1, min(MAX_CREDIT, CREDIT_BYTES // size, pages * PAGE_BYTES // size // CREDIT_SHARE))
+
+    def _present(self, keys: Sequence[bytes], part: Part) -> int:
         """How many leading blocks are here."""
         client = next(iter(self._clients.values()))
-        number, answer = client.open(keys, until - time.monotonic())
+        number, answer = client.open(keys)
         client.close_read(number)
         count = 0
         for handles in answer.handles():
@@ -140,18 +151,21 @@ class BlockAdopter:
             one = self._asked.popleft()
             try:
                 given = one.pending.result(until - time.monotonic())
-                taken = self._adopt(given.checked(one.wanted), question.depth + outcome.count, until, outcome)
+                taken = self._adopt(given.checked(one.wanted), question.depth + outcome.count, outcome)
                 del given
             finally:
                 self._permits.release()
-            if taken < len(one.wanted.keys):
+            if not taken:
                 return
+            if taken < len(one.wanted.keys):  # what a small pool pins at once, or all there is
+                self._forget_asked()
+                asked = outcome.count
 
     def _ask(self, question: Bring, start: int, batch: int, until: float) -> bool:
         """Ask for one more batch if there is room: the first waits for that, the second does not."""
         left = until - time.monotonic()
         first = not self._asked
-        if len(self._asked) >= 2 or left <= 0:
+        if len(self._asked) >= AHEAD or left <= 0:
             return False
         if not (self._permits.acquire(timeout=left) if first else self._permits.acquire(blocking=False)):
             return False
@@ -176,7 +190,7 @@ class BlockAdopter:
             self._asked.popleft()
             self._permits.release()
 
-    def _adopt(self, blocks: Sequence[tuple[Row, Payload]], depth: int, until: float, outcome: Outcome) -> int:
+    def _adopt(self, blocks: Sequence[tuple[Row, Payload]], depth: int, outcome: Outcome) -> int:
         """Copy, verify and report blocks in order; how many the store has now. Raises TransportFailed for wrong bytes,
         once those before them are reported.
         """
@@ -184,14 +198,16 @@ class BlockAdopter:
         problem = ""
         entries: dict[int, list[ReportEntry]] = {size: [] for size in self._clients}
         for place, (row, payload) in enumerate(blocks):
-            size = next((one for one in self._clients if 0 <= _padded(one) - row.length < PAGE_BYTES), 0)
+            size = next((one for one in self._clients if row.length <= one and _fills(row, one)), 0)
             if not size:
                 problem = f"a block of {row.length} bytes was given; this engine's have {sorted(self._clients)}"
                 break
             client = self._clients[size]
             lent = client.take_slot()
             if lent is None:
-                done += self._report(entries, until)
+                done += self._report(entries)
+                if not client.credit:
+                    client.publish([])  # the store lends what it lacked before
                 lent = client.take_slot()
             if lent is None:
                 break
@@ -207,25 +223,23 @@ class BlockAdopter:
                     row.key, row.version, lent.page, lent.generation, row.length, row.checksum, depth=depth + place
                 )
             )
-        done += self._report(entries, until)
+        done += self._report(entries)
         outcome.count += done
         if problem:
             raise TransportFailed(problem)
         return done
 
-    def _report(self, entries: dict[int, list[ReportEntry]], until: float) -> int:
+    def _report(self, entries: dict[int, list[ReportEntry]]) -> int:
         """Report what was copied; how many blocks. What the store refuses is here already, in most cases."""
         count = 0
         for size, listed in entries.items():
             if listed:
-                self._clients[size].publish(listed, timeout_s=until - time.monotonic())
+                self._clients[size].publish(listed)
                 count += len(listed)
                 listed.clear()
         return count
 
 
-def _padded(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-__all__ = ["BlockAdopter", "Outcome", "StoreUnavailable", "key_of"]
+def _fills(row: Row, size: int) -> bool:
+    """Whether a block takes all pages of a slot for blocks of a size."""
+    return -(-row.length // PAGE_BYTES) == -(-size // PAGE_BYTES)

@@ -38,8 +38,8 @@ class BlockGiver:
         self._idle: list[tuple[_Key, StoreClient, float]] = []
 
     def give(self, wanted: Wanted, export: Callable[[list[Payload]], _T]) -> tuple[Header, _T | None]:
-        """The first of the wanted blocks that are here and fit into a batch; their bytes as `export` makes them of views
-        into the pool, which it must not keep. No blocks, and None, when the store does not serve.
+        """The first of the wanted blocks that are here and fit into a batch; their bytes as `export` makes them of
+        views into the pool, which it must not keep. No blocks, and None, when the store does not serve.
         """
         nothing = Header.of(wanted.part, []), None
         until = time.monotonic() + wanted.timeout_s

@@ -11,25 +11,33 @@ Invariants:
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from tournant.kvstore.block import Part, Version
 from tournant.kvstore.record import checksum
 
 BATCH_BYTES = 16 << 20  # of one object: some are under way at once
+NUM_THREADS = 16  # that wait for objects; they outlive whoever has given up
 _ROW = struct.Struct("<32sQQIQ")  # key, version, length, checksum
 Payload = npt.NDArray[np.uint8]
 
 
 class TransportFailed(Exception):  # noqa: N818 - a state of the world
-    """A node did not give what it was asked for: it is gone, late, or gives what makes no sense."""
+    """A node did not give what it was asked for: it is gone (`is_gone`), late, or gives what makes no sense."""
+
+    def __init__(self, message: str, is_gone: bool = False) -> None:
+        super().__init__(message, is_gone)
+        self.message = message
+        self.is_gone = is_gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +131,16 @@ class BlockTransport(Protocol):
 
 
 class RayTransport:
-    """Asks the actors beside the stores. actor_of: the actor of a Ray node, ValueError when there is none."""
+    """Asks the actors beside the stores. actor_of: the actor of a Ray node, ValueError when there is none.
+
+    An object is pulled over only when somebody waits for it, and its way takes some ms whatever its size: threads wait
+    for what was asked for, so that several are on their way at once.
+    """
 
     def __init__(self, actor_of: Any) -> None:
         self._actor_of = actor_of
         self._actors: dict[str, Any] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "pulling")
 
     def ask(self, node: str, wanted: Wanted) -> Pending:
         """See `BlockTransport`."""
@@ -135,29 +148,38 @@ class RayTransport:
             actor = self._actors.get(node)
             if actor is None:
                 actor = self._actors[node] = self._actor_of(node)
-            return _RayPending(self, node, actor.give.remote(wanted))
+            call = actor.give.remote(wanted)
         except (ValueError, RayError) as error:
-            raise self.failed(node, error) from None
+            raise self._failed(node, error) from None
+        return _RayPending(self._threads.submit(self._pull, node, call, wanted.timeout_s))
 
-    def failed(self, node: str, error: Exception) -> TransportFailed:
+    def _pull(self, node: str, call: Any, timeout_s: float) -> Given:
+        """A call returns a header and the reference of the payloads, if there are any."""
+        until = time.monotonic() + timeout_s
+        try:
+            header, payloads = ray.get(call, timeout=timeout_s)
+            left = max(0.0, until - time.monotonic())
+            return Given(header, ray.get(payloads[0], timeout=left) if payloads else [])
+        except (RayError, TypeError, ValueError) as error:
+            raise self._failed(node, error) from None
+
+    def _failed(self, node: str, error: Exception) -> TransportFailed:
         """The next call looks the actor up again."""
         self._actors.pop(node, None)
-        return TransportFailed(f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
+        words = " ".join(str(error).strip().splitlines()[-1:])
+        return TransportFailed(f"{type(error).__name__}: {words}", isinstance(error, RayActorError))
 
 
 class _RayPending:
-    """A call that returns a header and the reference of its payloads."""
-
-    def __init__(self, transport: RayTransport, node: str, call: Any) -> None:
-        self._transport, self._node, self._call = transport, node, call
+    def __init__(self, pulled: Future[Given]) -> None:
+        self._pulled = pulled
 
     def result(self, timeout_s: float) -> Given:
         """See `Pending`."""
         try:
-            header, payloads = ray.get(self._call, timeout=max(0.0, timeout_s))
-            return Given(header, ray.get(payloads[0], timeout=max(0.0, timeout_s)) if payloads else [])
-        except (RayError, TypeError, ValueError) as error:
-            raise self._transport.failed(self._node, error) from None
+            return self._pulled.result(max(0.0, timeout_s))
+        except TimeoutError:
+            raise TransportFailed("nothing came in time") from None
 
 
 def _digest(part: Part, rows: bytes) -> int:

@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tournant.cluster.announcing import Replies
+from tournant.cluster.app_namespace import namespace_of
 from tournant.cluster.metrics import DirectoryMetrics
 from tournant.cluster.ray_metrics import RayBackend
 from tournant.kvstore import directory
@@ -128,7 +129,7 @@ def find_shard(app: str, shard: int, config: DirectoryConfig | None = None, idle
     """
     actor_class = ray.remote(DirectoryActor).options(
         name=_name(shard),
-        namespace=_namespace(app),
+        namespace=namespace_of(app),
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
@@ -145,10 +146,6 @@ def find_directory(app: str, num_shards: int) -> list[Any]:
 
 def _name(shard: int) -> str:
     return f"tournant-directory-{shard}"
-
-
-def _namespace(app: str) -> str:
-    return f"tournant-{app}"
 
 
 def _now_us() -> int:
@@ -251,7 +248,7 @@ class Directory:
         actor = self._actors.get(shard)
         if actor is None:
             try:
-                actor = self._actors[shard] = ray.get_actor(_name(shard), namespace=_namespace(self.app))
+                actor = self._actors[shard] = ray.get_actor(_name(shard), namespace=namespace_of(self.app))
             except ValueError:
                 self._rest(shard)
         return actor

@@ -93,6 +93,7 @@ ENGINE_UP = _gauge("tournant_engine_up", "1 while the engine process lives")
 ENGINE_STEPS = _counter("tournant_engine_steps_total", "Steps of the engine")
 KV_BLOCKS = _gauge("tournant_kv_blocks", "Device KV blocks by state: used, cached, total", "state")
 OUTSTANDING = _gauge("tournant_answers_outstanding", "Answers admitted by the frontend and not ended")
+WEIGHTS_EPOCH = _gauge("tournant_weights_epoch", "Epoch of the weights; 0 = as configured, then each update is one")
 HTTP_REQUESTS = _counter("tournant_http_requests_total", "HTTP responses by route and status", "route", "status")
 TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
     "saved_bytes": _counter("vllm_kv_offload_store_bytes_total", "Bytes copied from the device to RAM"),
@@ -108,6 +109,10 @@ TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
     "loaded_blocks": _counter("tournant_loaded_blocks_total", "Blocks copied from RAM to the device"),
     "fetched_bytes": _counter("tournant_fetched_bytes_total", "Bytes brought from NVMe to RAM for requests"),
     "fetch_seconds": _counter("tournant_fetch_seconds_total", "Seconds of that, queue included"),
+    "remote_blocks": _counter("tournant_remote_blocks_total", "Blocks brought from other nodes to RAM for requests"),
+    "remote_bytes": _counter("tournant_remote_bytes_total", "Bytes of those blocks"),
+    "remote_seconds": _counter("tournant_remote_seconds_total", "Seconds that requests waited for them"),
+    "remote_failures": _counter("tournant_remote_failures_total", "How often another node gave less than it was to"),
     "lookups": _counter("tournant_lookups_total", "Questions to the store about a request's prefix"),
     "late_lookups": _counter("tournant_late_lookups_total", "Lookups that were not waited for any longer"),
     "restores": _counter("tournant_restores_total", "Requests whose prefix was restored"),
@@ -135,6 +140,9 @@ TIER_GAUGES = {
     ),
     "bytes_per_second_nvme": _estimate(
         _gauge("tournant_bytes_per_second_nvme", "From NVMe to RAM, as estimates use it")
+    ),
+    "bytes_per_second_remote": _estimate(
+        _gauge("tournant_bytes_per_second_remote", "From another node to RAM, as estimates use it")
     ),
     "prefill_tokens_per_second": _estimate(
         _gauge("tournant_prefill_tokens_per_second", "Computing, as estimates use it")
@@ -175,6 +183,7 @@ SPECS = (
     ENGINE_STEPS,
     KV_BLOCKS,
     OUTSTANDING,
+    WEIGHTS_EPOCH,
     HTTP_REQUESTS,
     EXTERNAL_QUERIES,
     EXTERNAL_HITS,
@@ -266,8 +275,11 @@ class MetricsRegistry:
         self._record = {spec: backend.recorder(spec, model_name) for spec in SPECS}
         self._seen = EngineStats()
 
-    def record_engine(self, stats: EngineStats, alive: bool, outstanding: int) -> None:
-        """Take the engine's latest counters and gauges. Fewer steps than before mean a new engine, counted anew."""
+    def record_engine(self, stats: EngineStats, alive: bool, outstanding: int, epoch: int = 0) -> None:
+        """Take the engine's latest counters and gauges, and the epoch of its weights.
+
+        Fewer steps than before mean a new engine, counted anew.
+        """
         record = self._record
         seen = EngineStats() if stats.num_steps < self._seen.num_steps else self._seen
         for spec, name in ENGINE_COUNTERS:
@@ -281,6 +293,7 @@ class MetricsRegistry:
             record[KV_BLOCKS](blocks, (state,))
         record[ENGINE_UP](float(alive), ())
         record[OUTSTANDING](outstanding, ())
+        record[WEIGHTS_EPOCH](epoch, ())
 
     def _record_tiers(self, stats: EngineStats, seen: EngineStats) -> None:
         record, tiers = self._record, stats.tiers

@@ -1,5 +1,5 @@
-"""The node store of a Ray node: one actor per node and application that starts it, supervises it, says where it is, and
-tells the directory what it holds.
+"""The node store of a Ray node: one actor per node and application that starts it, supervises it, says where it is,
+tells the directory what it holds, and exchanges blocks with other nodes.
 
 Owns the actor's name, its placement and its end; the process is node_store.py's. The actor outlives the replicas that
 made it and ends, with the store, when no engine was attached for a while.
@@ -26,10 +26,15 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tournant.cluster.announcing import Announcing, Replies
-from tournant.cluster.directory_actor import RayShards, number_of
+from tournant.cluster.app_namespace import namespace_of
+from tournant.cluster.block_giver import BlockGiver
+from tournant.cluster.block_transport import Header, RayTransport, Wanted
+from tournant.cluster.directory_actor import Directory, RayShards, number_of
 from tournant.cluster.node_store import STOP_MARGIN_S, StoreKeeper, StorePlan
+from tournant.cluster.remote_blocks import RemoteBlocks
 from tournant.cluster.run_folder import STORE_SOCKET, RunFolder
 from tournant.kvstore.admin import Announcements, PollAnnouncements
+from tournant.kvstore.agent_wire import AGENT_SOCKET
 from tournant.kvstore.client import ask
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 
@@ -51,13 +56,16 @@ class NodeStoreActor:
         context = ray.get_runtime_context()
         self._run_folder: RunFolder | None = None
         if folder is None:
-            self._run_folder = RunFolder(name=_digest(context))
+            self._run_folder = RunFolder(name=_digest(context, app))
             folder = str(self._run_folder.path)
         self._me = context.current_actor
         home = Path(folder, STORE_SOCKET).parent
         # made by a process before this one, whose store may still be copying down
         patience_s = plan.drain_s + STOP_MARGIN_S if home.exists() else 0.0
-        self._announcing = _announcing(Path(folder, STORE_SOCKET), app, context.get_node_id(), plan.directory_shards)
+        socket, node = Path(folder, STORE_SOCKET), context.get_node_id()
+        self._announcing = _announcing(socket, app, node, plan.directory_shards)
+        self._giver = BlockGiver(socket)
+        self._agent = _agent(socket, app, node, plan.directory_shards, self._giver)
         self._keeper = StoreKeeper(plan, home, patience_s=patience_s, on_idle=self._end)
 
     def socket(self, plan: StorePlan) -> str:
@@ -80,6 +88,13 @@ class NodeStoreActor:
         facts = {"socket": str(keeper.socket), "pid": keeper.pid, "starts": keeper.num_starts}
         return facts | asdict(keeper.status())
 
+    def give(self, wanted: Wanted) -> tuple[Header, list[Any]]:
+        """Blocks of this node's store for another node: what they are, and the reference of their bytes, if there are
+        any.
+        """
+        header, payloads = self._giver.give(wanted, ray.put)
+        return header, [] if payloads is None else [payloads]
+
     def stop(self) -> None:
         """Let the store copy down, within its limit, and end it. The caller ends the actor then."""
         self._end_store()
@@ -89,6 +104,9 @@ class NodeStoreActor:
     def _end_store(self) -> None:
         if self._announcing is not None:
             self._announcing.stop()
+        if self._agent is not None:
+            self._agent.stop()
+        self._giver.end_idle(0.0)
         self._keeper.stop()
         with suppress(OSError):
             self._keeper.socket.parent.rmdir()  # as none is there that a process left which died
@@ -121,7 +139,7 @@ def find_store(plan: StorePlan, app: str, folder: str | None = None, timeout_s: 
     end = time.monotonic() + timeout_s + plan.store.host_bytes / (1 << 30)
     actor_class = ray.remote(NodeStoreActor).options(
         name=_name(node),
-        namespace=_namespace(app),
+        namespace=namespace_of(app),
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
@@ -153,7 +171,7 @@ def stop_store(app: str, timeout_s: float) -> None:
     Raises GetTimeoutError or RayActorError; the store ends with its actor's process then.
     """
     try:
-        actor = ray.get_actor(_name(ray.get_runtime_context().get_node_id()), namespace=_namespace(app))
+        actor = ray.get_actor(_name(ray.get_runtime_context().get_node_id()), namespace=namespace_of(app))
     except ValueError:
         return
     ray.get(actor.stop.remote(), timeout=timeout_s)
@@ -174,6 +192,23 @@ def _announcing(socket: Path, app: str, node: str, num_shards: int) -> Announcin
     return announcing
 
 
+def _agent(socket: Path, app: str, node: str, num_shards: int, giver: BlockGiver) -> RemoteBlocks | None:
+    """What brings blocks of other nodes, listening; None without a directory that knows of them."""
+    if not num_shards:
+        return None
+
+    def actor_of(other: str) -> Any:
+        return ray.get_actor(_name(other), namespace=namespace_of(app))
+
+    directory = Directory(app, num_shards)
+    path, transport = socket.with_name(AGENT_SOCKET), RayTransport(actor_of)
+    try:
+        return RemoteBlocks(path, socket, node, directory.lookup, transport, directory.node_lost, giver.end_idle)
+    except StoreConfigError as error:
+        _LOG.error("engines of this node get no blocks of other nodes: %s", error)
+        return None
+
+
 def _is_alone() -> bool:
     """Whether this is the only node of the Ray cluster."""
     return len([node for node in ray.nodes() if node["Alive"]]) < 2
@@ -183,13 +218,9 @@ def _name(node: str) -> str:
     return f"tournant-store-{node}"
 
 
-def _namespace(app: str) -> str:
-    return f"tournant-{app}"
-
-
-def _digest(context: Any) -> str:
-    """Name of the run folder: the same for every process of one actor name."""
-    return hashlib.sha256(f"{context.namespace}/{context.get_node_id()}".encode()).hexdigest()[:8]
+def _digest(context: Any, app: str) -> str:
+    """Name of the run folder: the same for every process of one actor name, another one for other applications."""
+    return hashlib.sha256(f"{context.namespace}/{app}/{context.get_node_id()}".encode()).hexdigest()[:8]
 
 
 def _check_memory(host_bytes: int, node: str) -> None:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -53,11 +54,18 @@ class RayRanks:
     """`RankLauncher` of one group of ranks in a replica's placement group.
 
     host: `node_address()` of the replica; num_threads: of each rank, None = the cores of its node, shared by the ranks
-    there.
+    there; find_store: called on a rank's node, gives the socket of the store there.
     """
 
-    def __init__(self, group: PlacementGroup, host: str, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        group: PlacementGroup,
+        host: str,
+        num_threads: int | None = None,
+        find_store: Callable[[], str] | None = None,
+    ) -> None:
         self.host = host
+        self._find_store = find_store
         self._group = group
         self._num_threads = num_threads
         self._lock = threading.Lock()
@@ -105,18 +113,21 @@ class RayRanks:
             )
             .remote()
         )
-        started = actor.start.remote(place, rank, shared)
+        started = actor.start.remote(place, rank, shared, self._find_store)
         return _Shard(rank, actor, started, None, f"rank {rank} on Ray node {node[:8] or '(none yet)'}")
 
     def _wait_started(self, shards: Sequence[_Shard]) -> None:
-        """Raises RuntimeError for the first that did not start."""
-        refs = [shard.started for shard in shards]
-        ray.wait(refs, num_returns=len(refs), timeout=START_S)
-        for shard in shards:
+        """Raises RuntimeError as soon as one cannot be started."""
+        end = time.monotonic() + START_S
+        left = {shard.started: shard for shard in shards}
+        while left:
+            done, _ = ray.wait(list(left), timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                names = ", ".join(shard.where for shard in left.values())
+                raise RuntimeError(f"not started within {START_S:g} s: {names}; are there nodes with room for them?")
+            shard = left.pop(done[0])
             try:
                 facts: RankFacts = ray.get(shard.started, timeout=0)
-            except GetTimeoutError:
-                raise RuntimeError(f"{shard.where} was not started within {START_S:g} s") from None
             except RayError as error:
                 raise RuntimeError(f"{shard.where}: {_words(error)}") from None
             with self._lock:
@@ -156,7 +167,7 @@ class RayRanks:
     def facts(self) -> list[RankFacts]:
         """Where the ranks run that were started here."""
         with self._lock:
-            return list(self._facts)
+            return sorted(self._facts, key=lambda facts: facts.rank)
 
 
 @dataclass(frozen=True, slots=True)

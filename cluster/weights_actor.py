@@ -19,13 +19,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.annotations import RayDeprecationWarning
 
+from tournant.cluster.app_namespace import namespace_of
 from tournant.cluster.weights_rollout import (
     Action,
     Order,
@@ -53,7 +56,9 @@ class WeightsActor:
     def __init__(self, model: str | None, config: RolloutConfig, idle_s: float) -> None:
         context = ray.get_runtime_context()
         self._me = context.current_actor
-        anew = context.was_current_actor_reconstructed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RayDeprecationWarning)  # Ray's own: this asks in a way that it deprecates
+            anew = bool(context.was_current_actor_reconstructed)
         self._rollout = Rollout(model, config, _now_us(), settling=anew)
         self._idle_s = idle_s
         self._heard = time.monotonic()
@@ -178,11 +183,12 @@ class WeightsClient:
     def _find(self) -> Any:
         actor_class = ray.remote(WeightsActor).options(
             name=self.name,
-            namespace=f"tournant-{self._app}",
+            namespace=namespace_of(self._app),
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=MAX_CALLS,
+            scheduling_strategy="DEFAULT",  # else Ray puts it into the placement group of a replica, and ends it with that
         )
         return actor_class.remote(*self._args)

@@ -6,8 +6,10 @@ HTTP are one process, the engine its child; requests reach the ASGI application 
 Invariants:
  1. Serve's own queue limits lie far above the frontend's, so that overload is answered by the frontend (429).
  2. What crosses a handle is plain: dicts, lists, strings, numbers, and the errors of errors.py.
- 3. A replica that cannot generate fails its health check and is replaced; its engine ends with it. One that is being
-    ended fails none: Serve would log it as a fault.
+ 3. A replica that cannot generate, or is lost to the roll-out of weights, fails its health check and is replaced; its
+    engine ends with it. One that is being ended fails none: Serve would log it as a fault.
+ 4. A replica starts with the weights that the roll-out names, whatever is configured, and is called by what is
+    configured, whatever weights it has.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,16 +33,23 @@ from tournant.cluster.metrics import MetricSpec, MetricsRegistry, PrometheusBack
 from tournant.cluster.node_store_actor import find_store
 from tournant.cluster.ray_metrics import RayBackend
 from tournant.cluster.shard_actors import RayRanks, leader_facts, leader_threads, node_address
+from tournant.cluster.weights_actor import WeightsClient
+from tournant.cluster.weights_rollout import Weights
 from tournant.deploy.config import DEPLOYMENT_NAME, ServiceConfig, parse_config, refuse_address
+from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
 from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
-from tournant.deploy.startup import start_engine
+from tournant.deploy.openai_schema import MAX_MODEL_CHARS
+from tournant.deploy.startup import start_engine_swap
+from tournant.deploy.tokenizer import Tokenizer
+from tournant.deploy.weights_loop import Change, WeightsLoop, weights_change
 from tournant.kvstore.admin import Status, StatusQuery
 from tournant.kvstore.client import ask
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, EngineDeadError
+from tournant.workers.model_files import name_of, resolve_model
 from tournant.workers.rank_launch import RankLauncher
 from tournant.workers.replica_engine import ReplicaEngine
 from tournant.workers.sampling_params import SamplingParams
@@ -81,28 +91,57 @@ class Replica:
         self._frontend: Frontend | None = None
         self._name = ""
         self._group = get_current_placement_group()
-        self._make_ranks: Callable[[], RayRanks]
+        self._make_ranks: Callable[..., RayRanks]
+        self._find_there: Callable[[], str] | None = None  # the store of the node where it is called
         self._ranks: RayRanks | None = None  # of the latest engine, if it has several
+        self._rollout: WeightsClient
+        self._following: WeightsLoop | None = None
+        self._change: Change
         _log_to_stderr(self._config.log_level)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         """Called by Serve once after construction: load everything and return the HTTP application.
 
-        Raises ConfigError, ModelFormatError and StoreUnavailable; no engine is left then.
+        Raises ConfigError, ModelFormatError, StoreUnavailable and UpdateUnavailable; no engine is left then.
         """
-        config = self._config
+        config, context = self._config, serve.get_replica_context()
         if config.engine.num_ranks > 1:
             config = await asyncio.to_thread(self._prepare_ranks)
-        files, tokenizer, engine = await start_engine(config, None, self._find_store, self._launcher)
-        self._name = config.served_model_name or files.name
+        self._rollout = WeightsClient(context.app_name, config.model)
+        following = WeightsLoop(context.replica_id.unique_id, self._rollout, lambda weights: self._change(weights))
+        self._following = following
+        try:
+            weights = await following.join()
+            tokenizer, engine = await start_engine_swap(config, weights.model, self._find_store, self._launcher)
+            app = self._serve_engine(config, weights, tokenizer, engine)
+            await following.started(engine.files.weights_id.hex())
+        except BaseException:
+            await self._end()
+            raise
+        return app
+
+    def _serve_engine(
+        self, config: ServiceConfig, weights: Weights, tokenizer: Tokenizer, engine: EngineSwap
+    ) -> AsgiApp:
+        """Everything above the engine, and what changes it. weights: those it runs."""
+        self._name = config.served_model_name or name_of(config.model)
         prometheus = PrometheusBackend()
         self._metrics = MetricsRegistry(self._name, _TwoBackends(prometheus))
         options = FrontendOptions(
             config.request_timeout_s, config.engine.enable_prefix_caching, tiers=self._store_socket is not None
         )
-        self._frontend = Frontend(tokenizer, engine, options, self._metrics.record_request)
+        frontend = self._frontend = Frontend(tokenizer, engine, options, self._metrics.record_request)
+        frontend.epoch = weights.epoch
+
+        def note_epoch(epoch: int) -> None:
+            frontend.epoch = epoch
+
+        if self._following is not None:
+            self._following.on_epoch = note_epoch
+        resolve = partial(resolve_model, dtype=config.weights_dtype, cache_dir=config.cache_path)
+        self._change = weights_change(frontend, engine, resolve, config.weights_drain_s)
         http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
-        return build_http_app(lambda: self._frontend, http, self._metrics, prometheus)
+        return build_http_app(lambda: frontend, http, self._metrics, prometheus, self._rollout)
 
     def _find_store(self) -> str | None:
         """The node store's socket, once the store runs; None where there is to be none."""
@@ -110,7 +149,8 @@ class Replica:
         on_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(ray.get_gpu_ids()))
         plan = self._config.store_plan(on_gpu=on_gpu)
         if plan is not None:
-            self._store_socket = find_store(plan, serve.get_replica_context().app_name, self._store_folder)
+            self._find_there = partial(find_store, plan, serve.get_replica_context().app_name, self._store_folder)
+            self._store_socket = self._find_there()
         return self._store_socket
 
     def _prepare_ranks(self) -> ServiceConfig:
@@ -129,7 +169,7 @@ class Replica:
 
     def _launcher(self) -> RankLauncher:
         """Of a new set of ranks."""
-        self._ranks = self._make_ranks()
+        self._ranks = self._make_ranks(find_store=self._find_there)
         return self._ranks
 
     @property
@@ -140,21 +180,27 @@ class Replica:
         return self._frontend
 
     async def check_health(self) -> None:
-        """Called by Serve: raises EngineDeadError unless the engine can generate or is being ended on purpose."""
-        frontend = self.frontend
-        self._metrics.record_engine(frontend.engine.stats, frontend.engine.alive, frontend.num_outstanding)
+        """Called by Serve: raises EngineDeadError unless the engine can generate or is being ended on purpose, and when
+        this replica cannot follow changes of weights any more.
+        """
+        frontend, engine = self.frontend, self.frontend.engine
+        self._metrics.record_engine(engine.stats, engine.alive, frontend.num_outstanding, frontend.epoch)
+        if self._following is not None and self._following.lost and not frontend.stopping:
+            raise EngineDeadError(self._following.lost)
         if not await frontend.healthy() and not frontend.stopping:  # asked last: it may have begun meanwhile
             raise EngineDeadError("the engine cannot generate")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts: model, device, dtype, whether quantised weights are multiplied as they are, writer_id, engine_pid, the
-        tokens of context, pool and longest sequence, and of the node store, if there is one, its socket and
-        `admin.Status`. Of an engine of several ranks: `RankFacts` of each, restarting, and last_end, why the set of
-        ranks before this one ended.
+        """Facts: model, weights_id, epoch, device, dtype, whether quantised weights are multiplied as they are,
+        writer_id, engine_pid, the tokens of context, pool and longest sequence, and of the node store, if there is one,
+        its socket and `admin.Status`. Of an engine of several ranks: `RankFacts` of each, restarting, and last_end, why
+        the set of ranks before this one ended.
         """
-        info = self.frontend.engine.info
+        info, weights = self.frontend.engine.info, self.frontend.served_weights
         return {
             "model": self._name,
+            "weights_id": weights.weights_id,
+            "epoch": weights.epoch,
             "device": info.device,
             "dtype": info.dtype,
             "native_weights": "native" in info.namespace.numerics.split("/"),
@@ -168,7 +214,8 @@ class Replica:
         }
 
     def _describe_ranks(self, leader_pid: int) -> dict[str, Any]:
-        engine = self.frontend.engine
+        swap = self.frontend.engine
+        engine = swap.engine if isinstance(swap, EngineSwap) else swap
         if self._ranks is None or not isinstance(engine, ReplicaEngine):
             return {"ranks": []}
         facts = [leader_facts(leader_pid), *self._ranks.facts()]
@@ -190,7 +237,32 @@ class Replica:
 
     async def end_engine(self) -> None:
         """End the engine now; what runs fails. For `tournant serve`, which then lets the node store end."""
-        await self.frontend.stop()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Say to the roll-out that this replica ends, then end its engine."""
+        try:
+            if self._following is not None:
+                await self._following.stop()
+        finally:
+            if self._frontend is not None:
+                await self._frontend.stop()
+
+    async def update_weights(self, model: str | None, tag: str | None = None) -> int:
+        """Begin to give all replicas, one after another, other weights; returns the epoch that the update has.
+
+        model: as in the configuration; tag: names the update, so that this can be called again. Requests go on. Raises
+        UpdateRunning while another update is not over, UpdateUnavailable when none can be begun now.
+        """
+        if model is not None and (not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS):
+            raise RequestError(
+                f"model is {model!r:.100}; it must be text of 1 to {MAX_MODEL_CHARS} characters", "model"
+            )
+        return await self._rollout.update(model, tag or uuid.uuid4().hex)
+
+    async def weights_status(self) -> dict[str, Any]:
+        """`Status.to_plain` of the roll-out. Raises UpdateUnavailable."""
+        return (await self._rollout.status()).to_plain()
 
     async def generate(
         self,
@@ -201,7 +273,8 @@ class Replica:
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Whole answers to one prompt (text, token ids or chat messages) as a plain `Completion`.
+        """Whole answers to one prompt (text, token ids or chat messages) as a plain `Completion`, with weights_id,
+        epoch and system_fingerprint of what they were made by.
 
         sampling: fields of SamplingParams. Raises RequestError for what can never be served, Overloaded,
         EngineDeadError, GenerationFailed. Cancelling the call stops the engine's work.
@@ -209,7 +282,8 @@ class Replica:
         completion = await self.frontend.generate(
             prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
         )
-        plain = asdict(completion)
+        plain = asdict(completion) | completion.served_by.to_plain()
+        del plain["served_by"]
         if (tiers := completion.usage.cached_by_tier) is not None:
             plain["usage"]["cached_by_tier"] = tiers._asdict()
         return plain
@@ -223,7 +297,8 @@ class Replica:
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> AsyncIterator[dict[str, Any]]:
-        """As `generate`, piece by piece: plain dicts with index, text, token_ids, logprobs, finish_reason, stop_reason.
+        """As `generate`, piece by piece: plain dicts with index, text, token_ids, logprobs, finish_reason, stop_reason,
+        weights_id, epoch and system_fingerprint.
 
         Call it through `handle.options(stream=True)`. Leaving the iteration stops the engine's work.
         """
@@ -241,14 +316,14 @@ class Replica:
                     "logprobs": delta.logprobs and [(token_id, asdict(entry)) for token_id, entry in delta.logprobs],
                     "finish_reason": delta.finish_reason,
                     "stop_reason": delta.stop_reason,
+                    **stream.served_by.to_plain(),
                 }
         finally:
             stream.cancel()
 
     async def __del__(self) -> None:
         """Called by Serve, which awaits it, when this replica ends."""
-        if self._frontend is not None:
-            await self._frontend.stop()
+        await self._end()
 
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-CONNECT_TIMEOUT_S = 5.0
+from tournant.deploy.http_client import error_text, open_client, unreachable
+
 MAX_EVENT_CHARS = 1 << 20
 HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D ends."
 
@@ -67,23 +68,23 @@ class Chat:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise ChatError(_error_text(response.status_code, response.read()))
+                    raise ChatError(error_text(response.status_code, response.read()))
                 for line in response.iter_lines():
                     if len(line) > MAX_EVENT_CHARS:
                         raise ChatError(f"the server sent an event of more than {MAX_EVENT_CHARS} characters")
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         yield _piece(line[5:])
         except httpx.HTTPError as error:
-            raise ChatError(_unreachable(self._client, error)) from error
+            raise ChatError(unreachable(self._client, error)) from error
 
     def _first_model(self) -> str:
         try:
             response = self._client.get("/v1/models")
             if response.status_code != 200:
-                raise ChatError(_error_text(response.status_code, response.content))
+                raise ChatError(error_text(response.status_code, response.content))
             return str(response.json()["data"][0]["id"])
         except httpx.HTTPError as error:
-            raise ChatError(_unreachable(self._client, error)) from error
+            raise ChatError(unreachable(self._client, error)) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ChatError(f"{self._client.base_url} lists no models; is it an OpenAI-compatible server?") from error
 
@@ -99,17 +100,6 @@ def _piece(data: str) -> str:
         raise ChatError("the server sent an event that is no chat chunk") from error
 
 
-def _error_text(status: int, body: bytes) -> str:
-    try:
-        return f"{json.loads(body)['error']['message']} (HTTP {status})"
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {status}: {' '.join(body[:200].decode('utf-8', 'replace').split())}"
-
-
-def _unreachable(client: httpx.Client, error: httpx.HTTPError) -> str:
-    return f"no answer from {client.base_url}: {error or type(error).__name__}; is `tournant serve` running there?"
-
-
 def run_chat(
     url: str,
     model: str | None,
@@ -122,9 +112,7 @@ def run_chat(
 
     Raises ChatError when the server cannot be reached at the start; later errors are shown and the chat goes on.
     """
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    url = url if "://" in url else f"http://{url}"
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
+    with open_client(url, read_timeout_s=None) as client:
         chat = Chat(client, model, system, sampling)
         show(f"{chat.model} at {client.base_url}. {HELP}\n")
         dropped = False

@@ -1,4 +1,4 @@
-"""The command line: `tournant serve`, `tournant chat`, `tournant version`.
+"""The command line: `tournant serve`, `chat`, `weights`, `kv` and `version`.
 
 Owns flags, what is printed, exit codes and the environment that Ray is given; it is the only place that looks at
 environment variables. It stays light: Ray and the model live in the process of local_ray.py, which `serve` watches over
@@ -33,9 +33,11 @@ from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
+from tournant.deploy.http_client import DEFAULT_URL
 from tournant.deploy.kv_cli import kv_app, show_bytes
 from tournant.deploy.kv_store_config import KV_STORE_KEYS, absolute_folder
 from tournant.deploy.supervisor import become_subreaper, check_port, end_descendants
+from tournant.deploy.weights_cli import weights_app
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.workers.config import DEVICES, DTYPES, KV_CACHE_DTYPES
 from tournant.workers.errors import ConfigError
@@ -61,6 +63,7 @@ app = typer.Typer(
     help="Serve a language model on Ray, and talk to it.",
 )
 app.add_typer(kv_app, name="kv")
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:
@@ -76,7 +79,7 @@ def version() -> None:
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model to talk to; the first one listed if left out.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(help="0 = always the most probable token.")] = 0.6,

@@ -53,6 +53,7 @@ MAX_FILE_BYTES = 64 << 10
 
 ADVANCED_KEYS = frozenset({"block_tokens", "max_num_batched_tokens", "num_in_flight", "num_threads", "quantization"})
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
+SERVICE_ADVANCED_KEYS = frozenset({"weights_drain_s"})  # fields of ServiceConfig
 
 # What a Serve file may hold (ray.serve.schema), and of that what `tournant serve` carries out.
 SERVE_KEYS = frozenset(
@@ -190,7 +191,8 @@ class ServiceConfig(BaseModel):
     served_model_name: what clients call it, None = the model's own name; host, port: where `tournant serve` listens
     (a Serve file says it in http_options); num_replicas: engines that share the requests; request_timeout_s: longest
     life of a request; max_body_bytes: largest request body; ingress: "direct" = every replica serves HTTP itself;
-    log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder.
+    log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder;
+    weights_drain_s: how long running requests may go on when the weights are changed (a key of `advanced:`).
     engine: `EngineConfig`; kv_store: `KVStoreConfig`; `advanced:` may set more of both.
     """
 
@@ -210,6 +212,7 @@ class ServiceConfig(BaseModel):
     cache_dir: str | None = None
     engine: Annotated[InstanceOf[EngineConfig], BeforeValidator(_engine_config)] = EngineConfig()
     kv_store: Annotated[InstanceOf[KVStoreConfig], BeforeValidator(_kv_store_config)] = KVStoreConfig()
+    weights_drain_s: Annotated[float, Field(ge=0, le=86400.0, alias="advanced.weights_drain_s")] = 30.0
 
     @model_validator(mode="before")
     @classmethod
@@ -221,7 +224,9 @@ class ServiceConfig(BaseModel):
         advanced, of_tiers = data.get("advanced"), {}
         if isinstance(advanced, Mapping):
             of_tiers = {key: value for key, value in advanced.items() if key in KV_ADVANCED_KEYS}
-            advanced = {key: value for key, value in advanced.items() if key not in KV_ADVANCED_KEYS}
+            found |= {f"advanced.{key}": value for key, value in advanced.items() if key in SERVICE_ADVANCED_KEYS}
+            others = KV_ADVANCED_KEYS | SERVICE_ADVANCED_KEYS
+            advanced = {key: value for key, value in advanced.items() if key not in others}
         for name, kind, share in (("engine", EngineConfig, advanced), ("kv_store", KVStoreConfig, of_tiers)):
             if not isinstance(found.get(name), kind):
                 found[name] = _Sections(found.get(name), share)
@@ -242,7 +247,6 @@ class ServiceConfig(BaseModel):
 
     def store_plan(self, *, on_gpu: bool) -> StorePlan | None:
         """The node store to run on this machine, None for none; errors as of `KVStoreConfig.plan`."""
-        on_gpu &= self.engine.num_ranks == 1  # ranks have no tiers yet: without this line they get the default store
         return self.kv_store.plan(on_gpu=on_gpu, prefix_caching=self.engine.enable_prefix_caching)
 
     @property
@@ -271,17 +275,19 @@ class ServiceConfig(BaseModel):
         advanced = {name: value for name, value in changed.items() if name in ADVANCED_KEYS} | dict(
             self.kv_store.advanced
         )
+        advanced |= {name: plain.pop(name) for name in SERVICE_ADVANCED_KEYS & plain.keys()}
         engine = {name: value for name, value in changed.items() if name in ENGINE_KEYS}
         sections = {"engine": engine, "kv_store": self.kv_store.to_plain(), "advanced": advanced}
         return plain | {section: values for section, values in sections.items() if values}
 
 
+_ALL_ADVANCED = ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS
 _ALL_KEYS = [
-    *ServiceConfig.model_fields,
+    *(key for key in ServiceConfig.model_fields if key not in SERVICE_ADVANCED_KEYS),
     "advanced",
     *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
     *(f"kv_store.{key}" for key in sorted(KV_STORE_KEYS)),
-    *(f"advanced.{key}" for key in sorted(ADVANCED_KEYS | KV_ADVANCED_KEYS - FAULT_KEYS)),  # those are for tests
+    *(f"advanced.{key}" for key in sorted(_ALL_ADVANCED - FAULT_KEYS)),  # those are for tests
 ]
 
 

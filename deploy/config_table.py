@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tournant.deploy import kv_store_config
-from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, ServiceConfig, parse_config
+from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig, parse_config
 from tournant.deploy.kv_store_config import KVStoreConfig
 from tournant.kvstore.server_flags import HELP
 from tournant.workers.config import EngineConfig
@@ -64,6 +64,8 @@ MEANINGS = {
     "engine.tensor_parallel_size": "ranks that share every layer, each a process, on GPUs each with its own; then "
     "kv_cache_bytes is of each",
     "engine.pipeline_parallel_size": "stages of layers, one after another, each of as many ranks",
+    "advanced.weights_drain_s": "most seconds for which running requests hold up a change of weights; then those that "
+    "have delivered nothing begin again on the new ones, the others end with an error",
     "advanced.credit_blocks": "slots that the store lends an engine for blocks on their way down; null: a 32nd of "
     "the host pool, but 16 to 256, and at most half of what is left of the quarter that all engines may have",
     "advanced.device_copy_start": "pressure on the device pool from which every block is copied down",
@@ -93,9 +95,10 @@ def tables() -> str:
         f"## {title}\n\n| key | type | default | limits | meaning |\n|---|---|---|---|---|\n"
         + "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
         for title, rows in (
-            ("The service", _service_rows()),
+            ("The service", _service_rows("")),
             ("engine:", _engine_rows("engine", ENGINE_KEYS)),
             ("kv_store:", _kv_store_rows()),
+            ("advanced:, of the service", _service_rows("advanced.")),
             ("advanced:, of the engine", _engine_rows("advanced", ADVANCED_KEYS)),
             ("advanced:, of the tiers", _tier_rows()),
         )
@@ -105,14 +108,14 @@ def tables() -> str:
 Row = tuple[str, str, str, str, str]
 
 
-def _service_rows() -> Iterator[Row]:
+def _service_rows(section: str) -> Iterator[Row]:
     for key, info in ServiceConfig.model_fields.items():
-        if key not in ("engine", "kv_store"):
+        if key not in ("engine", "kv_store") and (key in SERVICE_ADVANCED_KEYS) == bool(section):
             kind = next(
                 kind for kind in (info.annotation, *get_args(info.annotation)) if not isinstance(kind, types.UnionType)
             )
             name = "str" if get_origin(kind) is Literal else kind.__name__
-            yield _row(key, name, info.default, _limits_of(key, info, kind))
+            yield _row(section + key, name, info.default, _limits_of(key, info, kind))
 
 
 def _limits_of(name: str, info: FieldInfo, kind: Any) -> str:

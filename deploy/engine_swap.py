@@ -92,6 +92,11 @@ class EngineSwap:
         self.files = files
 
     @property
+    def engine(self) -> EngineClient:
+        """The engine that runs, during a swap the one before."""
+        return self._engine
+
+    @property
     def swapping(self) -> bool:
         """Whether there is no engine now, because its weights are being changed."""
         return self._lock.locked() and not self._engine.alive

@@ -204,7 +204,8 @@ class Completion:
 
     answers: list[CompletedAnswer]
     usage: Usage
-    max_tokens: list[int] = field(default_factory=list)
+    max_tokens: list[int]
+    served_by: ServedWeights
 
 
 class GenerationStream:
@@ -368,6 +369,7 @@ class GenerationStream:
             ],
             self.usage,
             self.max_tokens,
+            self.served_by,
         )
 
     def record(self) -> RequestRecord:

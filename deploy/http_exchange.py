@@ -46,6 +46,7 @@ class Exchange:
         "_streaming",
         "completion_tokens",
         "finished",
+        "host",
         "method",
         "path",
         "prompt_tokens",
@@ -60,6 +61,7 @@ class Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._streaming = False
         self.method: str = scope["method"]
+        self.host = str((scope.get("client") or ("",))[0])  # of the client, "" where the server does not say
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
         self.path = path[len(root) :] if root and path.startswith(root) else path

@@ -24,6 +24,7 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
+from tournant.deploy.admin_routes import AdminRoutes, Handler, WeightsService
 from tournant.deploy.errors import GenerationFailed, PromptTooLong, RequestError
 from tournant.deploy.frontend import Frontend
 from tournant.deploy.generation import GenerationStream
@@ -47,7 +48,6 @@ MODELS, MODEL = "/v1/models", "/v1/models/{id}"
 RETRY_SOON = (("retry-after", "1"),)
 FAILURE_STATUS = {"engine_dead": 503, "engine_error": 500, "timeout": 504, "weights_changed": 503}
 
-Handler = Callable[[Exchange], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 FrontendProvider = Callable[[], Frontend | None]
 
@@ -71,13 +71,18 @@ class HttpOptions:
 
 
 def build_http_app(
-    frontend_provider: FrontendProvider, options: HttpOptions, metrics: MetricsRegistry, prometheus: PrometheusBackend
+    frontend_provider: FrontendProvider,
+    options: HttpOptions,
+    metrics: MetricsRegistry,
+    prometheus: PrometheusBackend,
+    weights: WeightsService | None = None,
 ) -> AsgiApp:
     """The ASGI application. frontend_provider: the frontend to use now, None while there is none (503).
 
     metrics, prometheus: what `/metrics` brings up to date and shows; the frontend must feed the same registry.
+    weights: changes them, None = nobody can, and there is no route for it.
     """
-    return HttpApp(frontend_provider, options, metrics, prometheus)
+    return HttpApp(frontend_provider, options, metrics, prometheus, weights)
 
 
 def uvicorn_config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
@@ -105,24 +110,27 @@ class HttpApp:
         options: HttpOptions,
         metrics: MetricsRegistry,
         prometheus: PrometheusBackend,
+        weights: WeightsService | None,
     ) -> None:
         self._provider = frontend_provider
         self._options = options
         self._metrics = metrics
         self._prometheus = prometheus
         self._open = 0
-        self._routes: Mapping[str, tuple[str, Handler]] = {
-            MODELS: ("GET", self._models),
-            MODEL: ("GET", self._model),
-            "/v1/completions": ("POST", self._completions),
-            "/v1/chat/completions": ("POST", self._chat),
-            "/health": ("GET", self._health),
-            "/version": ("GET", self._version),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
-            "/metrics": ("GET", self._show_metrics),
-            "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
+        self._routes: dict[str, Mapping[str, Handler]] = {
+            MODELS: {"GET": self._models},
+            MODEL: {"GET": self._model},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/chat/completions": {"POST": self._chat},
+            "/health": {"GET": self._health},
+            "/version": {"GET": self._version},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/metrics": {"GET": self._show_metrics},
+            "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
         }
+        if weights is not None:
+            self._routes |= AdminRoutes(weights, options.max_body_bytes).routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -164,16 +172,18 @@ class HttpApp:
         if path not in self._routes:
             raise ApiError(404, f"there is no {exchange.path[:100]!r} here; the API is under /v1", None, "not_found")
         exchange.route = path
-        method, handler = self._routes[path]
-        if exchange.method != method and not (method == "GET" and exchange.method == "HEAD"):
+        handlers = self._routes[path]
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if method not in handlers:
+            allowed = ", ".join(handlers)
             raise ApiError(
                 405,
-                f"{path} allows {method}, not {exchange.method[:20]}",
+                f"{path} allows {allowed}, not {exchange.method[:20]}",
                 None,
                 "method_not_allowed",
-                (("allow", method),),
+                (("allow", allowed),),
             )
-        return handler
+        return handlers[method]
 
     def _frontend(self) -> Frontend:
         frontend = self._provider()
@@ -198,17 +208,18 @@ class HttpApp:
     async def _chat(self, exchange: Exchange) -> None:
         body = parse_body(ChatBody, await exchange.body(self._options.max_body_bytes))
         frontend, model, params = self._frontend(), self._check_model(body.model), body.sampling()
-        frontend.check_capacity(params.n)
-        token_ids = await _encode_chat(frontend, body)
         usage, continuous = _usage_wanted(body)
-        with frontend.submit(
-            token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
-        ) as stream:
+        async with frontend.entry(params.n):
+            token_ids = await _encode_chat(frontend, body)
+            stream = frontend.submit(
+                token_ids, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
+            )
+        with stream:
             writer = ChatWriter(
                 f"chatcmpl-{exchange.request_id}",
                 model,
                 int(time.time()),
-                frontend.tokenizer,
+                stream.tokenizer,
                 stream,
                 usage,
                 continuous,
@@ -219,16 +230,18 @@ class HttpApp:
         body = parse_body(CompletionBody, await exchange.body(self._options.max_body_bytes))
         frontend, model, params = self._frontend(), self._check_model(body.model), body.sampling()
         prompts = body.prompts()
-        frontend.check_capacity(len(prompts) * params.n)
-        tokenizer = frontend.tokenizer
-        special = body.add_special_tokens is not False
-        token_lists = [
-            await tokenizer.encode_async(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts
-        ]
         usage, continuous = _usage_wanted(body)
-        with frontend.submit_many(
-            token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
-        ) as stream:
+        async with frontend.entry(len(prompts) * params.n):
+            tokenizer = frontend.tokenizer
+            special = body.add_special_tokens is not False
+            token_lists = [
+                await tokenizer.encode_async(prompt, special) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+            stream = frontend.submit_many(
+                token_lists, params, cache_salt=body.cache_salt, priority=body.priority or 0, join_deltas=not continuous
+            )
+        with stream:
             echo = None
             if body.echo:
                 echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False) for prompt in prompts]
@@ -247,7 +260,8 @@ class HttpApp:
         await exchange.respond_json(self._card(self._check_model(exchange.path[len(MODELS) + 1 :])))
 
     def _card(self, name: str) -> dict[str, Any]:
-        info = self._frontend().engine.info
+        frontend = self._frontend()
+        info, weights = frontend.engine.info, frontend.served_weights
         return {
             "id": name,
             "object": "model",
@@ -257,7 +271,8 @@ class HttpApp:
             "parent": None,
             "max_model_len": info.max_model_len,
             "max_sequence_tokens": info.max_sequence_tokens,
-            "weights_id": info.namespace.weights_id.hex(),
+            "weights_id": weights.weights_id,
+            "epoch": weights.epoch,
         }
 
     async def _health(self, exchange: Exchange) -> None:
@@ -304,7 +319,7 @@ class HttpApp:
         frontend = self._provider()
         if frontend is not None:
             engine = frontend.engine
-            self._metrics.record_engine(engine.stats, engine.alive, frontend.num_outstanding)
+            self._metrics.record_engine(engine.stats, engine.alive, frontend.num_outstanding, frontend.epoch)
         await exchange.respond(200, self._prometheus.render(), CONTENT_TYPE_LATEST)
 
     async def _reset_prefix_cache(self, exchange: Exchange) -> None:

@@ -125,12 +125,13 @@ class ResponseWriter:
         self._usage = usage
         self._continuous_usage = continuous_usage
         self._fields = {"id": response_id, "object": self.object_name, "created": created, "model": model}
-        head = json.dumps(self._fields | {"object": self.chunk_name}, separators=(",", ":"))
-        self._head = f'data: {head[:-1]},"choices":['
+        self._head = ""  # of every event
         self._tail = '],"usage":null}\n\n' if usage else "]}\n\n"
 
     def chunk(self, delta: Delta) -> str:
         """One event for one Delta that is not an error."""
+        if not self._head:
+            self._head = self._make_head()
         tail = self._tail
         if self._continuous_usage:
             usage = self._stream.usage
@@ -140,6 +141,11 @@ class ResponseWriter:
         if delta.finish_reason is not None:
             finish = f'{quoted(delta.finish_reason)},"stop_reason":{json.dumps(delta.stop_reason)}'
         return f'{self._head}{{"index":{delta.index},{self._chunk_content(delta)},"finish_reason":{finish}}}{tail}'
+
+    def _make_head(self) -> str:
+        """To be made when the first Delta is there: from then on no other weights can answer."""
+        fields = self._fields | {"object": self.chunk_name} | self._stream.served_by.to_plain()
+        return f'data: {json.dumps(fields, separators=(",", ":"))[:-1]},"choices":['
 
     def end(self) -> str:
         """The last events of a stream: usage where it was asked for, then the end mark."""
@@ -158,7 +164,8 @@ class ResponseWriter:
             }
             for answer in completion.answers
         ]
-        text = json.dumps(self._fields | {"choices": choices}, separators=(",", ":"), allow_nan=False)
+        fields = self._fields | completion.served_by.to_plain()
+        text = json.dumps(fields | {"choices": choices}, separators=(",", ":"), allow_nan=False)
         return f'{text[:-1]},"usage":{usage_json(completion.usage)}}}'.encode()
 
     def _chunk_content(self, delta: Delta) -> str:

@@ -20,13 +20,16 @@ from tournant.workers.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, Sampl
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
+MAX_MODEL_CHARS = 4096
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a chat answer may fill the room
 REFUSED_ROLES = ("tool", "function")
 ERROR_TYPES = {
     400: "invalid_request_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -337,7 +340,16 @@ class DetokenizeBody(Strict):
         """Nothing beyond the types."""
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+class WeightsBody(Strict):
+    """Body of POST /admin/weights. model: as in the configuration; null is the default model."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None
+
+    def check(self) -> None:
+        """Nothing beyond the types."""
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, WeightsBody)
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from tournant.cluster.node_store import StoreKeeper, StorePlan
 from tournant.cluster.run_folder import STORE_SOCKET, RunFolder
 from tournant.deploy.config import ServiceConfig
+from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.kv_store_config import in_words_of_the_user
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.errors import StoreConfigError, StoreRefused
 from tournant.workers.config import EngineConfig
-from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.engine_client import EngineClient, ProcessEngineClient
 from tournant.workers.errors import ConfigError
 from tournant.workers.model_files import ModelFiles, resolve_model
 from tournant.workers.offload_config import OffloadConfig
@@ -21,6 +23,7 @@ from tournant.workers.rank_launch import LocalRanks, RankLauncher
 from tournant.workers.replica_engine import ReplicaEngine
 
 StartedEngine = ProcessEngineClient | ReplicaEngine
+Engine = TypeVar("Engine", bound=EngineClient)
 _LOG = logging.getLogger("tournant.startup")
 
 
@@ -30,14 +33,54 @@ async def start_engine(
     find_store: Callable[[], str | None] | None = None,
     make_launcher: Callable[[], RankLauncher] = LocalRanks,
 ) -> tuple[ModelFiles, Tokenizer, StartedEngine]:
-    """Resolve the model, then start its engine while the tokenizer loads. progress: called with a line of text.
+    """Resolve the configured model, then start its engine while the tokenizer loads. progress: called with text.
 
-    An engine of several ranks is one that comes back. make_launcher: of the ranks of each engine, if it has several;
-    find_store: called in a thread, gives the socket of the node store, None for none. A store that nobody asked for,
-    of the default size, is done without when it cannot start. Raises ConfigError, ModelFormatError, EngineDeadError,
-    StoreUnavailable or OSError; no engine process is left then.
+    make_launcher: of the ranks of each engine, if it has several; find_store: called in a thread, gives the socket of
+    the node store, None for none. A store that nobody asked for, of the default size, is done without when it cannot
+    start. Raises ConfigError, ModelFormatError, EngineDeadError, StoreUnavailable or OSError; no engine process is left
+    then.
     """
-    resolving = asyncio.to_thread(resolve_model, config.model, config.weights_dtype, config.cache_path, progress)
+    files, offload = await _prepare(config, config.model, progress, find_store)
+    starting = launch_engine(config.engine, files, offload, make_launcher)
+    tokenizer, engine = await _with_tokenizer(files, starting)
+    return files, tokenizer, engine
+
+
+async def start_engine_swap(
+    config: ServiceConfig,
+    model: str | None,
+    find_store: Callable[[], str | None] | None = None,
+    make_launcher: Callable[[], RankLauncher] = LocalRanks,
+) -> tuple[Tokenizer, EngineSwap]:
+    """As `start_engine`, of an engine whose weights can be changed. model: what it starts with, not `config.model`."""
+    files, offload = await _prepare(config, model, None, find_store)
+
+    async def start(found: ModelFiles) -> StartedEngine:
+        return await launch_engine(config.engine, found, offload, make_launcher)
+
+    return await _with_tokenizer(files, EngineSwap.start(start, files))
+
+
+async def launch_engine(
+    config: EngineConfig,
+    files: ModelFiles,
+    offload: OffloadConfig | None,
+    make_launcher: Callable[[], RankLauncher] = LocalRanks,
+) -> StartedEngine:
+    """Start an engine; one of several ranks comes back when it ends. Errors as of `ProcessEngineClient.start`."""
+    if config.num_ranks == 1:
+        return await ProcessEngineClient.start(config, files, offload=offload)
+    return await ReplicaEngine.start(config, files, offload=offload, make_launcher=make_launcher)
+
+
+async def _prepare(
+    config: ServiceConfig,
+    model: str | None,
+    progress: Callable[[str], None] | None,
+    find_store: Callable[[], str | None] | None,
+) -> tuple[ModelFiles, OffloadConfig | None]:
+    """The files of a model, and what its engine is told of the node store."""
+    resolving = asyncio.to_thread(resolve_model, model, config.weights_dtype, config.cache_path, progress)
     if find_store is None:
         files, socket = await resolving, None
     else:
@@ -46,26 +89,20 @@ async def start_engine(
         )
     if progress is not None:
         progress(f"loading {files.name} into the engine")
-    offload = None if socket is None else config.kv_store.offload(socket)
-    engine = asyncio.create_task(_start(config.engine, files, offload, make_launcher))
+    return files, None if socket is None else config.kv_store.offload(socket)
+
+
+async def _with_tokenizer(files: ModelFiles, starting: Coroutine[Any, Any, Engine]) -> tuple[Tokenizer, Engine]:
+    """An engine, and its tokenizer, which loads while the engine starts."""
+    engine = asyncio.create_task(starting)
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, files.folder)
-        return files, tokenizer, await engine
+        return await asyncio.to_thread(Tokenizer.from_folder, files.folder), await engine
     except BaseException:
         engine.cancel()
-        await asyncio.gather(engine, return_exceptions=True)
+        (started,) = await asyncio.gather(engine, return_exceptions=True)
+        if not isinstance(started, BaseException):
+            await started.close()
         raise
-
-
-async def _start(
-    config: EngineConfig,
-    files: ModelFiles,
-    offload: OffloadConfig | None,
-    make_launcher: Callable[[], RankLauncher],
-) -> StartedEngine:
-    if config.num_ranks == 1:
-        return await ProcessEngineClient.start(config, files, offload=offload)
-    return await ReplicaEngine.start(config, files, offload=offload, make_launcher=make_launcher)
 
 
 def _found(find_store: Callable[[], str | None], *, asked: bool) -> str | None:

@@ -164,6 +164,11 @@ class WeightsLoop:
             else:
                 _LOG.warning("the weights of epoch %d could not be loaded: %s", target.epoch, why)
                 self.follower.failed(why)
+        except Exception as error:  # nobody knows what this replica serves now
+            _LOG.exception("the change to the weights of epoch %d broke", target.epoch)
+            why = f"{type(error).__name__}: {error}"
+            self.follower.leave(why)
+            self._lose(why)
         else:
             _LOG.info("this replica serves the weights of epoch %d", target.epoch)
         self._hurry()

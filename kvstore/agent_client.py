@@ -51,6 +51,11 @@ class AgentClient:
         """Whether something waits for room in the connection: poll `fileno` for that too, then `take`."""
         return bool(self._unsent)
 
+    @property
+    def num_open(self) -> int:
+        """Questions that were not answered."""
+        return len(self._asked)
+
     def locate(self, keys: Sequence[bytes]) -> int:
         """Ask which other node holds the most of these keys; the number of the question. Raises StoreUnavailable."""
         return self._ask(Locate(self._next(), tuple(keys)))

@@ -4,7 +4,8 @@ Owns running estimates only; decides nothing but `choose`. Pure: durations are a
 bytes.
 
 Computing n tokens whose mean position is c takes n * (a + b * c): b stands for attention. Loading takes latency plus
-bytes (those that wait before it included) over the rate of its tier; from NVMe, blocks pass through RAM as well.
+bytes (those that wait before it included) over the rate of its tier; from NVMe or another node, blocks pass through RAM
+as well. The latency of another node is learned, those of the tiers here are constants.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tournant.workers.transfer_messages import HOST, NVME
+from tournant.workers.transfer_messages import HOST, NVME, REMOTE
 
 MIN_PREFILL_TOKENS = 16  # of a step that teaches something about prefill
 MEMORY = 0.95  # weight of what was known before an observation
 FORGIVE_S = 30.0  # a rate that was not observed for so long is tried again at twice its value
 MAX_DOUBLINGS = 20.0
-LATENCY_S = {HOST: 0.001, NVME: 0.003}
+LATENCY_S = {HOST: 0.001, NVME: 0.003, REMOTE: 0.01}  # REMOTE: until it is known better
 
 
 class _Rate:
@@ -40,6 +41,25 @@ class _Rate:
         return self._bytes / self._seconds * 2**doublings
 
 
+class _Latency:
+    """Seconds that a transfer takes beside its bytes: what a straight line through sizes and times begins with, as soon
+    as sizes differ enough to tell.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._n = self._x = self._y = self._xx = self._xy = 0.0  # weighted sums of the least squares
+
+    def observe(self, num_bytes: float, seconds: float) -> None:
+        x, y = num_bytes / 1e6, seconds
+        for name, value in (("_n", 1.0), ("_x", x), ("_y", y), ("_xx", x * x), ("_xy", x * y)):
+            setattr(self, name, getattr(self, name) * MEMORY + value)
+        det = self._n * self._xx - self._x * self._x
+        if det > 0.05 * self._n * self._xx:
+            slope = (self._n * self._xy - self._x * self._y) / det
+            self.seconds = min(max(0.0, (self._y - slope * self._x) / self._n), self._y / self._n)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How many leading blocks to load; load_s and compute_s: estimates for loading and for computing all of them."""
@@ -54,9 +74,10 @@ class CostModel:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._rates = {HOST: _Rate(), NVME: _Rate()}
+        self._rates = {HOST: _Rate(), NVME: _Rate(), REMOTE: _Rate()}
+        self._remote_latency = _Latency(LATENCY_S[REMOTE])
         self._down = _Rate()
-        self._waiting = {HOST: 0, NVME: 0}  # bytes that are on their way
+        self._waiting = {HOST: 0, NVME: 0, REMOTE: 0}  # bytes that are on their way
         self._decode_s = 0.0
         self._xx = self._xy = self._yy = self._xs = self._ys = 0.0  # weighted sums of the least squares
 
@@ -112,8 +133,14 @@ class CostModel:
     def observe_transfer(self, tier: int, num_bytes: int, seconds: float, now: float) -> None:
         """Bytes, those ahead of a transfer included, came from a tier, so long after it was asked for."""
         if num_bytes:
-            seconds = max(seconds - LATENCY_S[tier], seconds / 4)
+            if tier == REMOTE:
+                self._remote_latency.observe(num_bytes, seconds)
+            seconds = max(seconds - self.latency_s(tier), seconds / 4)
             self._rates[tier].observe(num_bytes, seconds, now)
+
+    def latency_s(self, tier: int) -> float:
+        """What a transfer from a tier takes beside its bytes."""
+        return self._remote_latency.seconds if tier == REMOTE else LATENCY_S[tier]
 
     def observe_copy_down(self, num_bytes: int, seconds: float, now: float) -> None:
         """Bytes went from the device to RAM: as fast as they are thought to come back until some did."""
@@ -129,25 +156,26 @@ class CostModel:
         rate = self._rates[tier].at(now)
         return self._down.at(now) if rate is None and tier == HOST else rate
 
-    def load_s(self, num_host: int, num_nvme: int, block_bytes: int, now: float) -> float | None:
-        """Seconds to load blocks from RAM and from NVMe; None while a rate that is needed is unknown."""
-        host = self.bytes_per_second(HOST, now)
-        if host is None:
-            return None
-        total = LATENCY_S[HOST] + ((num_host + num_nvme) * block_bytes + self._waiting[HOST]) / host
-        if num_nvme:
-            nvme = self.bytes_per_second(NVME, now)
-            if nvme is None:
-                return None
-            total += LATENCY_S[NVME] + (num_nvme * block_bytes + self._waiting[NVME]) / nvme
+    def load_s(self, num_host: int, num_nvme: int, block_bytes: int, now: float, num_remote: int = 0) -> float | None:
+        """Seconds to load blocks from RAM, from NVMe and from another node; None while a rate that is needed is
+        unknown.
+        """
+        total = 0.0
+        for tier, count in ((HOST, num_host + num_nvme + num_remote), (NVME, num_nvme), (REMOTE, num_remote)):
+            if count or tier == HOST:
+                rate = self.bytes_per_second(tier, now)
+                if rate is None:
+                    return None
+                total += self.latency_s(tier) + (count * block_bytes + self._waiting[tier]) / rate
         return total
 
     def choose(
         self, tiers: Sequence[int], first: int, block_bytes: int, now: float, busy_s: float = 0.0, decoding: int = 0
     ) -> Choice:
-        """How many of these blocks to load. tiers: HOST or NVME of each; first: their place in the chain; busy_s: for
-        how long the device computes for others first, which loading need not wait for; decoding: sequences that wait
-        for their tokens while this prompt is computed, and do not while it is loaded: their seconds count as well.
+        """How many of these blocks to load. tiers: HOST, NVME or REMOTE of each; first: their place in the chain;
+        busy_s: for how long the device computes for others first, which loading need not wait for; decoding: sequences
+        that wait for their tokens while this prompt is computed, and do not while it is loaded: their seconds count as
+        well.
 
         What loading saves grows with the position, so only ends of runs from one tier can be best. What is unknown is
         tried: all blocks are loaded then.
@@ -155,19 +183,20 @@ class CostModel:
         count, tokens = len(tiers), self._block_tokens
         stop = (first + count) * tokens
         whole = self.compute_s(first * tokens, stop)
-        num_nvme = sum(tier == NVME for tier in tiers)
-        all_loaded = self.load_s(count - num_nvme, num_nvme, block_bytes, now)
+        all_loaded = self._load_all_s(bytes(tiers), block_bytes, now)
         if whole is None or all_loaded is None:
             return Choice(count, all_loaded or 0.0, whole or 0.0)
         waiters = 1 + decoding
         best, best_s = 0, busy_s + waiters * whole
-        on_nvme = 0
         for index, tier in enumerate(tiers):
-            on_nvme += tier == NVME
             if index + 1 < count and tiers[index + 1] == tier:
                 continue
-            load = self.load_s(index + 1 - on_nvme, on_nvme, block_bytes, now)
+            load = self._load_all_s(bytes(tiers[: index + 1]), block_bytes, now)
             rest = self.compute_s((first + index + 1) * tokens, stop)
             if load is not None and rest is not None and max(load, busy_s) + waiters * rest < best_s:
                 best, best_s = index + 1, max(load, busy_s) + waiters * rest
         return Choice(best, all_loaded, whole)
+
+    def _load_all_s(self, tiers: bytes, block_bytes: int, now: float) -> float | None:
+        num_host, num_nvme, num_remote = map(tiers.count, (HOST, NVME, REMOTE))
+        return self.load_s(num_host, num_nvme, block_bytes, now, num_remote)

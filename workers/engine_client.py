@@ -259,9 +259,12 @@ class ProcessEngineClient(asyncio.Protocol):
 
     async def _bury(self, launcher: RankLauncher) -> None:
         """Kill the other ranks, which end by themselves unless they are stopped."""
-        for cause in await asyncio.to_thread(launcher.causes):
-            logger.error("%s", cause)
-        await asyncio.to_thread(launcher.kill)
+        try:
+            for cause in await asyncio.to_thread(launcher.causes):
+                logger.error("%s", cause)
+            await asyncio.to_thread(launcher.kill)
+        except RuntimeError:  # at the interpreter's exit no thread can be started
+            launcher.kill()
 
     async def _launch(self, launcher: RankLauncher, place: GroupPlace) -> None:
         try:

@@ -1,6 +1,8 @@
 """Reads of an engine from one attached store: lookups, fetches, loads, and their ends.
 
-Owns the table of open reads. Runs on the link's thread, never waits; the copies are copy_lanes.py's.
+Owns the table of open reads. Runs on the link's thread, never waits; the copies are copy_lanes.py's. What lies on other
+nodes only is asked of the agent (remote_reads.py): it is located with the lookup, and brought into the store here when
+it is to be fetched; then the store is asked for the chain again.
 
 Invariants:
  1. A read is listed from its order until its ReadEnded is emitted: here, or by the lane that has claimed its job.
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from tournant.kvstore.agent_wire import Brought, Located
 from tournant.kvstore.block import Part, Version
 from tournant.kvstore.events import Fetched as FetchedReply
 from tournant.kvstore.events import Opened
@@ -23,9 +26,11 @@ from tournant.kvstore.groups import ROW, Handle
 from tournant.kvstore.read_group import Answer
 from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import CopyUp
+from tournant.workers.remote_reads import RemoteReads
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
+    REMOTE,
     EndRead,
     Fetch,
     Fetched,
@@ -33,15 +38,26 @@ from tournant.workers.transfer_messages import (
     Load,
     Lookup,
     ReadEnded,
-    Shown,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """What a node was asked for, blocks, and what came."""
+
+    asked: int
+    count: int
+    num_bytes: int
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     """A lookup and what has become of it. since: of the order that is being carried out; at_store: its number there,
     0 = not asked yet; shown: every version of each key that was found, in a group of ranks; picks: the ones to be read,
-    None before the answer; fetching: a `Fetch` was given; handles: where the fetched blocks lie, None before.
+    None before the answer; told: `Found` was emitted; node, num_remote: who has so many keys behind the picks;
+    fetching: a `Fetch` was given; question: to the agent, 0 = none is open; remote: what came from the node; handles:
+    where the fetched blocks lie, None before.
     """
 
     number: int
@@ -50,7 +66,12 @@ class _Read:
     at_store: int = 0
     shown: list[list[Handle]] = field(default_factory=list)
     picks: list[Handle] | None = None
+    told: bool = False
+    node: str = ""
+    num_remote: int = 0
     fetching: bool = False
+    question: int = 0
+    remote: _Remote | None = None
     handles: list[Handle] | None = None
     load: tuple[Load, float] | None = None
     job: CopyUp | None = None
@@ -61,8 +82,9 @@ class LinkReads:
     to be called.
     """
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, remote: RemoteReads | None = None) -> None:
         self._at = attachment
+        self._remote = remote
         self._reads: dict[int, _Read] = {}
         self._at_store: dict[int, _Read] = {}
         self._queue: deque[_Read] = deque()  # lookups that the store has no room for
@@ -79,12 +101,18 @@ class LinkReads:
         before that, and the second time.
         """
         read = self._reads.get(order.read)
-        if read is None or read.picks is None or read.fetching:
+        if read is None or read.picks is None or not read.told or read.fetching:
             return
         read.fetching, read.since = True, since
+        local = len(read.picks)
+        if order.count > local and read.num_remote and self._remote is not None:
+            wanted = read.keys[local : min(order.count, local + read.num_remote)]
+            done = partial(self._brought, read, len(wanted))
+            read.question = self._remote.bring(read.node, wanted, local, done)
+            if read.question:
+                return
         read.picks = named(read.shown, order.picks) if self._at.in_group else read.picks[: order.count]
-        self._at.expect("fetch", read.at_store)
-        self._at.client.start_fetch(read.at_store, [handle.version for handle in read.picks])
+        self._start_fetch(read, read.picks)
 
     def load(self, order: Load, since: float) -> None:
         """Copy what was fetched, as soon as it is; without a fetch the read ends."""
@@ -118,14 +146,46 @@ class LinkReads:
             return
         self._at.settle("open", message.read)
         read.picks = self._chosen(message, len(read.keys))
-        tiers = bytes(map(_tier, read.picks))
-        versions: tuple[tuple[Shown, ...], ...] = ()
+        if read.fetching:  # with what was brought
+            self._start_fetch(read, read.picks)
+            return
+        missing = read.keys[len(read.picks) :]
+        if missing and self._remote is not None:
+            read.question = self._remote.locate(missing, partial(self._located, read))
+            if read.question:
+                return
         if self._at.in_group:
             read.shown = shown_here(Answer(message.counts, message.rows, message.parts), self._at.part)
-            versions = tuple(tuple((one.writer_id, one.counter, _tier(one)) for one in key) for key in read.shown)
+        self._found(read, read.picks)
+
+    def _located(self, read: _Read, answer: Located | None) -> None:
+        """The agent knows who has the other keys, or nobody does."""
+        read.question = 0
+        picks = read.picks or []
+        if answer is not None:
+            read.node, read.num_remote = answer.node, min(answer.count, len(read.keys) - len(picks))
+        self._found(read, picks)
+
+    def _found(self, read: _Read, picks: list[Handle]) -> None:
+        read.told = True
+        tiers = bytes(map(_tier, picks)) + bytes([REMOTE]) * read.num_remote
+        versions = tuple(tuple((one.writer_id, one.counter, _tier(one)) for one in key) for key in read.shown)
         self._at.emit(Found(read.number, tiers, self._at.clock() - read.since, versions))
         if not tiers:
             self._end(read)
+
+    def _brought(self, read: _Read, asked: int, answer: Brought | None) -> None:
+        """The agent has brought what it could: ask the store again, or go on with what it had."""
+        read.question = 0
+        count, num_bytes = (0, 0) if answer is None else (min(answer.count, asked), answer.num_bytes)
+        read.remote = _Remote(asked, count, num_bytes, self._at.clock() - read.since)
+        picks = read.picks or []
+        if not count:
+            self._start_fetch(read, picks)
+            return
+        self._let_go(read)
+        read.picks, read.keys = None, read.keys[: len(picks) + count]
+        self._open(read)
 
     def fetched(self, message: FetchedReply) -> None:
         """The store has answered a fetch."""
@@ -140,7 +200,9 @@ class LinkReads:
             self._at.memory.slot(handle.page, handle.length)  # raises for a place outside the pool
         read.handles = handles
         from_nvme = sum(handle.length for handle, was in zip(handles, read.picks, strict=False) if not was.generation)
-        self._at.emit(Fetched(read.number, len(read.handles), from_nvme, self._at.clock() - read.since))
+        far = read.remote or _Remote(0, 0, 0, 0.0)
+        came = (far.count, far.num_bytes, far.seconds, far.count < far.asked)
+        self._at.emit(Fetched(read.number, len(read.handles), from_nvme, self._at.clock() - read.since, *came))
         if read.load is not None:
             self._begin(read, *read.load)
 
@@ -155,10 +217,16 @@ class LinkReads:
         """Send lookups that wait, as far as the store has room."""
         at = self._at
         while self._queue and len(self._at_store) < at.status.max_reads:
-            read = self._queue.popleft()
-            read.at_store = at.client.start_open(read.keys)
-            self._at_store[read.at_store] = read
-            at.expect("open", read.at_store)
+            self._open(self._queue.popleft())
+
+    def _open(self, read: _Read) -> None:
+        read.at_store = self._at.client.start_open(read.keys)
+        self._at_store[read.at_store] = read
+        self._at.expect("open", read.at_store)
+
+    def _start_fetch(self, read: _Read, picks: Sequence[Handle]) -> None:
+        self._at.expect("fetch", read.at_store)
+        self._at.client.start_fetch(read.at_store, [handle.version for handle in picks])
 
     def _begin(self, read: _Read, order: Load, since: float) -> None:
         handles = (read.handles or [])[order.skip : order.skip + len(order.blocks)]
@@ -190,7 +258,9 @@ class LinkReads:
             return
         read.job = None
         del self._reads[read.number]
-        if read.picks is None:
+        if read.question and self._remote is not None:
+            self._remote.forget(read.question)
+        if not read.told:
             self._at.emit(Found(read.number, b"", self._at.clock() - read.since))
         self._at.emit(ReadEnded(read.number, 0))
         self._close(read)
@@ -202,11 +272,14 @@ class LinkReads:
         if not read.at_store:
             self._queue.remove(read)
             return
+        self._let_go(read)
+        self._ask()
+
+    def _let_go(self, read: _Read) -> None:
         del self._at_store[read.at_store]
         self._at.settle("open", read.at_store)
         self._at.settle("fetch", read.at_store)
         self._at.client.close_read(read.at_store)
-        self._ask()
 
 
 def choose_here(answer: Answer, part: Part) -> list[Handle]:

@@ -15,6 +15,7 @@ from tournant.workers.attachment import Attachment
 from tournant.workers.copy_lanes import Job, one_line
 from tournant.workers.link_reads import LinkReads
 from tournant.workers.link_saves import LinkSaves
+from tournant.workers.remote_reads import RemoteReads
 from tournant.workers.transfer_messages import (
     Copied,
     DropStash,
@@ -58,12 +59,15 @@ def refuse(order: Order, emit: Callable[[Event], None]) -> None:
 
 
 class LinkSession:
-    """See the module. broken: the store is lost because it said what makes no sense."""
+    """See the module. broken: the store is lost because it said what makes no sense; remote: asks for blocks of other
+    nodes, None where that is not done.
+    """
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, remote: RemoteReads | None = None) -> None:
         self.attachment = attachment
         self.broken = False
-        self._reads = LinkReads(attachment)
+        self.remote = remote
+        self._reads = LinkReads(attachment, remote)
         self._saves = [LinkSaves(attachment, kind) for kind in range(len(attachment.clients))]
 
     @property
@@ -79,7 +83,8 @@ class LinkSession:
 
     def next_time(self) -> float:
         """When `advance` must be called even if nothing arrives."""
-        return min(self.attachment.next_deadline(), *(saves.refill_at() for saves in self._saves))
+        times = [self.attachment.next_deadline(), *(saves.refill_at() for saves in self._saves)]
+        return min(times if self.remote is None else [*times, self.remote.next_time()])
 
     def advance(self) -> None:
         """Take in what the store has sent; give it up when it is late."""
@@ -102,6 +107,8 @@ class LinkSession:
         if not self.attachment.over:
             self.attachment.over = why
             self._reads.lose()
+            if self.remote is not None:
+                self.remote.close()
             for saves in self._saves:
                 saves.lose()
 
@@ -125,6 +132,8 @@ class LinkSession:
                     self._reads.fetched(message)
                 else:
                     saves.reported(message)
+        if self.remote is not None:
+            self.remote.advance()
         if problem := self.attachment.problem():
             self.lose(problem)
             return

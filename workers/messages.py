@@ -121,14 +121,15 @@ class TierStats:
     attached: 1 while a store serves; store_losses: how often it was lost; store_refusals: how often one was there that
     does not serve this engine; dirty_blocks: sealed device blocks that are
     not copied down; pressure: of STORE.md section 4, a share; saved_*, loaded_*: device blocks copied down and back;
-    fetched_bytes: NVMe to RAM; *_seconds: in copies, queue included; refused_saves: blocks that did not arrive;
+    fetched_bytes: NVMe to RAM; remote_*: brought from other nodes into RAM here, and how often less came than was to;
+    *_seconds: in copies, queue included; refused_saves: blocks that did not arrive;
     skipped_saves: steps without credit for all that was to go; dropped_dirty: blocks dropped from the device that were
     nowhere else; host_hit_tokens, nvme_hit_tokens: prompt tokens restored, by where they lay; lookups, late_lookups;
     restores, cut_restores: ended by their deadline; lost_blocks: chosen but missing or wrong when copied;
     corrupt_blocks; chose_load, chose_recompute: decisions; estimated_load_seconds, estimated_recompute_seconds: sums of
     both estimates over restores, actual_load_seconds: what they took; swapped: preemptions that copied down instead of
     recomputing; stashed: growing blocks among them; bytes_per_second_host, bytes_per_second_nvme,
-    prefill_tokens_per_second: what the estimates use now, 0 = not known yet.
+    bytes_per_second_remote, prefill_tokens_per_second: what the estimates use now, 0 = not known yet.
     """
 
     attached: int = 0
@@ -147,6 +148,10 @@ class TierStats:
     load_seconds: float = 0.0
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
+    remote_blocks: int = 0
+    remote_bytes: int = 0
+    remote_seconds: float = 0.0
+    remote_failures: int = 0
     host_hit_tokens: int = 0
     nvme_hit_tokens: int = 0
     lookups: int = 0
@@ -164,6 +169,7 @@ class TierStats:
     stashed: int = 0
     bytes_per_second_host: float = 0.0
     bytes_per_second_nvme: float = 0.0
+    bytes_per_second_remote: float = 0.0
     prefill_tokens_per_second: float = 0.0
 
 

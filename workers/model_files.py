@@ -114,13 +114,27 @@ def resolve_model(
         raise ConfigError(f"dtype is {dtype!r}; weights can be {', '.join(DTYPES)}")
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     if model is None:
-        folder, name = convert_gguf(default_model_path(), dtype, cache, progress), DEFAULT_NAME
+        folder = convert_gguf(default_model_path(), dtype, cache, progress)
     else:
-        folder, name = _find(model, dtype, cache, progress)
+        folder = _find(model, dtype, cache, progress)
+    name = name_of(model)
     check_folder(folder)
     if progress is not None:
         progress(f"checking the weights of {name}")
     return ModelFiles(folder, name, weights_id(folder, cache))
+
+
+def name_of(model: str | None) -> str:
+    """What a model is served as unless told otherwise. It need not be there."""
+    if model is None:
+        return DEFAULT_NAME
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    if path.suffix.lower() == ".gguf":
+        return path.stem
+    hub_id = _HUB_ID.fullmatch(model)
+    return path.name if hub_id is None else hub_id["repo"]
 
 
 def default_model_path() -> Path:
@@ -136,15 +150,15 @@ def default_model_path() -> Path:
     )
 
 
-def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] | None) -> tuple[Path, str]:
-    """The local folder of a named model and its default name."""
+def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] | None) -> Path:
+    """The local folder of a named model."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path, path.resolve().name
+        return path
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelFormatError(f"model {model!r}: there is no such file")
-        return convert_gguf(path, dtype, cache, progress), path.stem
+        return convert_gguf(path, dtype, cache, progress)
     if path.exists():
         raise ModelFormatError(f"model {model!r} is a file; give the folder it lies in, or a .gguf file")
     hub_id = _HUB_ID.fullmatch(model)
@@ -152,7 +166,7 @@ def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] |
         raise ModelFormatError(
             f"model {model!r}: there is no such folder or file, nor is it a hub id (org/name or org/name@revision)"
         )
-    return _download(hub_id["repo"], hub_id["revision"], progress), hub_id["repo"]
+    return _download(hub_id["repo"], hub_id["revision"], progress)
 
 
 def _download(repo: str, revision: str | None, progress: Callable[[str], None] | None) -> Path:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tournant.kvstore.agent_wire import AGENT_SOCKET
 from tournant.kvstore.block import Part
 from tournant.workers.engine import Runner
 from tournant.workers.faults import DelayedRunner, FollowingImages, LateSteps
@@ -113,4 +114,6 @@ def _store_link(
     images: BlockImages,
     wake: Callable[[], object],
 ) -> StoreLink:
-    return StoreLink(Path(config.store_socket), identity, images, config, wake, page_lock=runner.device.page_lock)
+    store, page_lock = Path(config.store_socket), runner.device.page_lock
+    agent = store.with_name(AGENT_SOCKET)  # listens on nodes of a cluster
+    return StoreLink(store, identity, images, config, wake, page_lock=page_lock, agent=agent)

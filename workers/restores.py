@@ -28,6 +28,7 @@ from tournant.workers.tier_counts import Counts
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
+    REMOTE,
     EndRead,
     Fetch,
     Fetched,
@@ -80,6 +81,8 @@ class Read:
     turns: int = 0
     waiting_nvme: int = 0
     ahead_nvme: int = 0
+    waiting_remote: int = 0
+    ahead_remote: int = 0
     waiting_host: int = 0
     ahead_host: int = 0
 
@@ -241,11 +244,13 @@ class Restores:
         return good
 
     def _count_tiers(self, read: Read, answer: Answer, num_good: int) -> None:
-        """What a first start found where; a preempted sequence's own blocks are no hits."""
+        """What a first start found where; a preempted sequence's own blocks are no hits. Those that another node had
+        came out of RAM here.
+        """
         if answer.cached_tokens is None:
             used = read.tiers[read.skip : read.skip + num_good]
             tokens = self._blocks.block_tokens
-            host, nvme = used.count(HOST) * tokens, used.count(NVME) * tokens
+            host, nvme = (len(used) - used.count(NVME)) * tokens, used.count(NVME) * tokens
             answer.cached_by_tier = (0, host, nvme)
 
     def deadlines(self) -> Iterator[tuple[Answer, float]]:
@@ -262,7 +267,7 @@ class Restores:
         if read is None or read.state is not ReadState.LOOKING:
             return
         read.tiers = event.tiers[: read.count]  # a store that says more than it was asked is wrong
-        self._below[read.answer] = range(read.first, read.first + len(read.tiers))
+        self._below[read.answer] = range(read.first, read.first + len(read.tiers) - read.tiers.count(REMOTE))
         read.count = self._choose(read, now) if read.tiers else 0
         if not read.count:
             self._give_up(read)
@@ -271,6 +276,8 @@ class Restores:
         read.deadline = now + self._config.restore_ms / 1e3
         read.waiting_nvme = read.tiers[: read.count].count(NVME) * self.block_bytes
         read.ahead_nvme = self._costs.began(NVME, read.waiting_nvme)
+        read.waiting_remote = read.tiers[: read.count].count(REMOTE) * self.block_bytes
+        read.ahead_remote = self._costs.began(REMOTE, read.waiting_remote)
         self._orders.append(Fetch(read.number, read.count))
 
     def _choose(self, read: Read, now: float) -> int:
@@ -307,14 +314,24 @@ class Restores:
         read = self._open.get(event.read)
         if read is None:
             return
+        here_s = event.seconds - event.remote_seconds
         if event.num_bytes:
             ahead = read.ahead_nvme if event.num_bytes >= read.waiting_nvme else 0
-            self._costs.observe_transfer(NVME, ahead + event.num_bytes, event.seconds, now)
-        self._costs.ended(NVME, read.waiting_nvme)
-        read.waiting_nvme = 0
+            self._costs.observe_transfer(NVME, ahead + event.num_bytes, here_s, now)
+        if event.remote_bytes:
+            ahead = read.ahead_remote if event.remote_bytes >= read.waiting_remote else 0
+            self._costs.observe_transfer(REMOTE, ahead + event.remote_bytes, event.remote_seconds, now)
+        self._settle_costs(read)
+        if event.remote_blocks and read.answer in self._below:
+            below = self._below[read.answer]
+            self._below[read.answer] = range(below.start, max(below.stop, read.first + event.count))
         self._counts.add(
+            remote_blocks=event.remote_blocks,
+            remote_bytes=event.remote_bytes,
+            remote_seconds=event.remote_seconds,
+            remote_failures=int(event.remote_failed),
             fetched_bytes=event.num_bytes,
-            fetch_seconds=event.seconds if event.num_bytes else 0.0,
+            fetch_seconds=here_s if event.num_bytes else 0.0,
             lost_blocks=max(0, read.count - event.count) if read.state is ReadState.FETCHING else 0,
         )
         if read.state is ReadState.FETCHING:
@@ -363,8 +380,9 @@ class Restores:
     def _settle_costs(self, read: Read) -> None:
         """Nothing of this read is on its way any more, as far as estimates go."""
         self._costs.ended(NVME, read.waiting_nvme)
+        self._costs.ended(REMOTE, read.waiting_remote)
         self._costs.ended(HOST, read.waiting_host)
-        read.waiting_nvme = read.waiting_host = 0
+        read.waiting_nvme = read.waiting_remote = read.waiting_host = 0
 
     # ---- checks
 

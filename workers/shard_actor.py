@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import ray
@@ -44,10 +45,15 @@ class ShardActor:
         self._killed = False
         self._process: RankProcess | None = None
 
-    def start(self, place: GroupPlace, rank: int, ranks_here: int | None) -> RankFacts:
+    def start(
+        self, place: GroupPlace, rank: int, ranks_here: int | None, find_store: Callable[[], str] | None
+    ) -> RankFacts:
         """Start the rank. ranks_here: ranks that share this node's cores; None = the place says how many threads each
-        has. Raises OSError, RuntimeError after `kill`.
+        has. find_store: gives the socket of this node's store, where the place has tiers; None = the place's is it.
+        Raises OSError, RuntimeError after `kill`, and what find_store raises.
         """
+        if place.offload is not None and find_store is not None:
+            place = replace(place, offload=replace(place.offload, store_socket=find_store()))
         if ranks_here is not None:
             place = replace(place, config=replace(place.config, num_threads=threads_of_one(ranks_here)))
         with self._lock:

@@ -40,6 +40,7 @@ from tournant.workers.copy_lanes import CopyLanes, Job, one_line
 from tournant.workers.link_saves import check_all_lent
 from tournant.workers.link_session import LinkSession, refuse
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.remote_reads import RemoteIdentity, RemoteReads
 from tournant.workers.transfer_messages import (
     Attached,
     BlockImages,
@@ -119,7 +120,8 @@ class StoreLink:
     """`Link` to the store at a socket, whether one listens there or not. See the module.
 
     images: of the engine's blocks; wake: called from any thread when events are there to be taken; timeout_s: of every
-    request to the store; page_lock: see `HostMemory`; clock: seconds.
+    request to the store; page_lock: see `HostMemory`; clock: seconds; agent: socket of the node's agent, which knows of
+    other nodes' blocks, whether one listens there or not; None = nobody is asked for them.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class StoreLink:
         timeout_s: float = TIMEOUT_S,
         page_lock: PageLock | None = None,
         clock: Callable[[], float] = time.monotonic,
+        agent: Path | None = None,
     ) -> None:
+        self._agent = agent
         self._socket, self._identity, self._images, self._config = socket, identity, images, config
         self._own_writer = secrets.randbits(64)  # of what this link alone keeps
         self._sizes = image_sizes(images)
@@ -254,6 +258,8 @@ class StoreLink:
         if session is not None and not session.attachment.over:
             for client in session.attachment.clients:
                 poll.register(client.fileno(), select.POLLIN | (select.POLLOUT if client.has_unsent else 0))
+            if session.remote is not None:
+                session.remote.register(poll)
             times.append(session.next_time())
             if self._close_by is not None:
                 times.append(self._close_by)
@@ -311,12 +317,21 @@ class StoreLink:
             in_group=who.in_group,
             publishes=who.publishes,
         )
-        self._session = LinkSession(attachment)
+        self._session = LinkSession(attachment, self._remote())
         self._num_attachments += 1
         credit = tuple(client.credit for client in clients)
         _LOG.info("attached to the store at %s with %s slots", self._socket, " and ".join(map(str, credit)))
         host_bytes = attachment.memory.num_pages * PAGE_BYTES
         self._emit(Attached(clients[0].incarnation, credit, self._images.slot_bytes, host_bytes))
+
+    def _remote(self) -> RemoteReads | None:
+        """The way to other nodes' blocks. A group of ranks has none: its ranks would have to get the same ones."""
+        who, config = self._identity, self._config
+        if self._agent is None or who.in_group:
+            return None
+        waits = config.lookup_ms / 2000, config.restore_ms / 2000  # the engine waits so long for both together
+        identity = RemoteIdentity(who.weights_id, who.kv_form, who.tenant_check, who.part, self._sizes, *waits)
+        return RemoteReads(self._agent, identity, self._clock)
 
     def _complain(self, what: str, reason: str) -> None:
         """Once for each reason."""

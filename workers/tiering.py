@@ -32,6 +32,7 @@ from tournant.workers.tier_counts import Counts
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
+    REMOTE,
     Attached,
     Copied,
     Detached,
@@ -393,6 +394,7 @@ class Tiering:
             dropped_dirty=blocks.num_dropped_dirty,
             bytes_per_second_host=self.costs.bytes_per_second(HOST, now) or 0.0,
             bytes_per_second_nvme=self.costs.bytes_per_second(NVME, now) or 0.0,
+            bytes_per_second_remote=self.costs.bytes_per_second(REMOTE, now) or 0.0,
             prefill_tokens_per_second=self.costs.prefill_tokens_per_second,
         )
 

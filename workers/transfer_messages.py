@@ -27,7 +27,7 @@ from typing import Protocol
 
 from tournant.kvstore.block import Version
 
-HOST, NVME = 1, 2  # tiers in `Found`
+HOST, NVME, REMOTE = 1, 2, 3  # tiers in `Found`; REMOTE: only another node has it
 NUM_KINDS = 2  # of blocks, at most
 Shown = tuple[int, int, int]  # writer id, counter, tier
 
@@ -50,7 +50,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the first `count` found blocks into host slots; pins of the others end. Answered by `Fetched`.
+    """Bring the first `count` found blocks into host slots, those of another node first into the store here; pins of
+    the others end. Answered by `Fetched`.
 
     picks: in a group of ranks, the version of each of them that all ranks have and no other one is read; else empty.
     """
@@ -178,8 +179,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """tiers: one byte, HOST or NVME, per leading key that the store has; seconds: since the order; versions: in a group
-    of ranks, what this one has of each of these keys, the newest first, as (writer id, counter, tier).
+    """tiers: one byte, HOST or NVME, per leading key that the store has, and REMOTE for each key behind them that
+    another node is known to have; seconds: since the order; versions: in a group of ranks, what this one has of each of
+    these keys, the newest first, as (writer id, counter, tier). A group has no remote blocks.
     """
 
     read: int
@@ -192,13 +194,18 @@ class Found:
 class Fetched:
     """The first `count` found blocks are in host slots, pinned; fewer than asked for when some were lost or late.
 
-    num_bytes: read from NVMe; seconds: since the order, queue included.
+    num_bytes: read from NVMe; seconds: since the order, queue included; remote_blocks, remote_bytes: that came from
+    another node before; remote_seconds: of `seconds`, what that took; remote_failed: it gave less than it was to.
     """
 
     read: int
     count: int
     num_bytes: int
     seconds: float
+    remote_blocks: int = 0
+    remote_bytes: int = 0
+    remote_seconds: float = 0.0
+    remote_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

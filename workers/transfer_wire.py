@@ -197,7 +197,7 @@ _EVENTS: _Schema = {
     "detached": _Form(Detached, _TEXT),
     "refused": _Form(Refused, _TEXT, _BOOL),
     "found": _Form(Found, _NUMBER, _TIERS, _SECONDS, _SHOWN),
-    "fetched": _Form(Fetched, _NUMBER, _NUMBER, _NUMBER, _SECONDS),
+    "fetched": _Form(Fetched, _NUMBER, _NUMBER, _NUMBER, _SECONDS, _NUMBER, _NUMBER, _SECONDS, _BOOL),
     "loaded": _Form(Loaded, _NUMBER, _NUMBER),
     "read_ended": _Form(ReadEnded, _NUMBER, _NUMBER, _NUMBER, _SECONDS, _NUMBER),
     "copied": _Form(Copied, _NUMBER, _NUMBER, _SECONDS),

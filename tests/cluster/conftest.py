@@ -27,7 +27,8 @@ HEALTH = {  # a node that is gone is declared dead within 4 s
 @dataclass
 class RayCluster:
     """Nodes by name: "head", to which this process is connected, "a" and "b". A node has a resource and a label `name`
-    of its name. folder: for everything that is written; short enough for sockets.
+    of its name; those that are not the head have a resource "beside" too. folder: for everything that is written; short
+    enough for sockets.
     """
 
     cluster: Cluster
@@ -36,7 +37,8 @@ class RayCluster:
 
     def add_node(self, name: str) -> str:
         """One more node; its Ray id."""
-        options = {**NODE, "plasma_directory": str(self.folder), "resources": {name: 8}, "labels": {"name": name}}
+        resources = {name: 8, "beside": 8}
+        options = {**NODE, "plasma_directory": str(self.folder), "resources": resources, "labels": {"name": name}}
         self.nodes[name] = self.cluster.add_node(**options)
         return self.node_id(name)
 

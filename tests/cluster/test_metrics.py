@@ -109,7 +109,7 @@ def test_an_estimate_is_absent_until_it_is_known(
 
 
 def test_estimates_are_the_ones_that_are_zero_when_unknown() -> None:
-    rates = {"bytes_per_second_host", "bytes_per_second_nvme", "prefill_tokens_per_second"}
+    rates = {f"bytes_per_second_{tier}" for tier in ("host", "nvme", "remote")} | {"prefill_tokens_per_second"}
     assert set(ESTIMATES) == rates | {"estimated_load_seconds", "estimated_recompute_seconds"}
 
 
@@ -156,8 +156,9 @@ def test_without_a_store_nothing_counts_as_asked_below(backend: PrometheusBacken
 
 
 def test_gauges_are_the_latest_values(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
-    registry.record_engine(EngineStats(num_running=3, num_waiting=2, kv_used=1, kv_cached=5, kv_total=4), True, 7)
+    registry.record_engine(EngineStats(num_running=3, num_waiting=2, kv_used=1, kv_cached=5, kv_total=4), True, 7, 2)
     shown = values(backend)
+    assert shown["tournant_weights_epoch"] == 2
     assert (shown["vllm_num_requests_running"], shown["vllm_num_requests_waiting"]) == (3, 2)
     assert shown["vllm_kv_cache_usage_perc"] == 0.25
     assert shown['tournant_kv_blocks{state="cached"}'] == 5

@@ -6,121 +6,40 @@ import json
 import os
 import signal
 import socket
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray import serve
 from ray.util.placement_group import placement_group
 
 from tests.cluster.conftest import RayCluster
+from tests.cluster.service_harness import ENDS_S, Service, all_end, free_port, parent_of, wait_for
 from tests.workers.harness import files_of
-from tests.workers.launch_harness import LENGTHS
-from tests.workers.parallel_harness import NUM_NEW, without_near_ties
 from tests.workers.test_rank_launch import PLACE
-from tournant.cluster.shard_actors import RayRanks, deal, node_address
-from tournant.deploy.app import make_app
-from tournant.deploy.config import load_config_file, parse_config
-from tournant.deploy.tokenizer import Tokenizer
+from tournant.cluster.shard_actors import RayRanks, deal, leader_threads, node_address
 from tournant.workers.errors import ConfigError
 from tournant.workers.split import Split
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
-CONFIGS = Path(__file__).resolve().parents[2] / "deploy/configs"
-ENDS_S = 60.0
 HOST = socket.gethostname()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-class Service:
-    """One of the shipped files, deployed. Its model is small, and it is told which node gets what."""
-
-    def __init__(self, name: str, model: Path, cache: Path, port: int, **options: Any) -> None:
-        self.model = model
-        self.url = f"http://127.0.0.1:{port}/{name}"
-        plan = load_config_file(CONFIGS / f"{name}.yaml")
-        args = plan.config.to_args() | {"model": str(model), "served_model_name": "M", "cache_dir": str(cache)}
-        args["engine"] |= {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 << 20}
-        args["advanced"] = {"num_threads": 1}
-        self.target = serve.RunTarget(make_app(parse_config(args), options), name=name, route_prefix=f"/{name}")
-
-    def facts(self) -> dict[str, Any]:
-        handle: Any = serve.get_app_handle(self.target.name)
-        found: dict[str, Any] = handle.describe.remote().result(timeout_s=60)
-        return found
-
-    def post(self, prompt: str | list[int], **fields: Any) -> Any:
-        body = {"model": "M", "prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        return urllib.request.urlopen(request, timeout=60)
-
-    def check_answers(self) -> None:
-        """Over HTTP they are those of a single process."""
-        chosen = without_near_ties(self.model, LENGTHS)
-        for prompt, answer in zip(chosen.prompts, chosen.answers, strict=True):
-            with self.post(prompt, max_tokens=NUM_NEW) as response:
-                text = json.load(response)["choices"][0]["text"]
-            assert text == Tokenizer.from_folder(self.model).decode(answer, True)
-
-    def wait_answer(self) -> None:
-        """Until the service answers; refusals meanwhile say when to try again."""
-        deadline = time.monotonic() + ENDS_S
-        while (refusal := self._refusal()) is not None:
-            assert (refusal.code, refusal.headers["retry-after"]) == (503, "1"), refusal.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    def _refusal(self) -> urllib.error.HTTPError | None:
-        try:
-            self.post("a", max_tokens=1).close()
-        except urllib.error.HTTPError as error:
-            return error
-        return None
-
-
-def all_end(pids: list[int]) -> bool:
-    """Whether these processes end, now or in a while."""
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    return True
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    """Raises AssertionError when it does not come true in a while."""
-    deadline = time.monotonic() + ENDS_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture(scope="module")
 def services(
     ray_cluster: RayCluster, tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Service, Service]]:
-    """tp.yaml as it is, and pp.yaml with a node for each rank."""
+    """tp.yaml with all its ranks on one node, and pp.yaml with a node for each rank."""
     port, cache = free_port(), tmp_path_factory.mktemp("cache")
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    bundles = [{"CPU": 1, "head": 1}, {"CPU": 1, "b": 1}]
-    tp = Service("tp", tiny_models["tied"], cache, port)
-    pp = Service("pp", tiny_models["m"], cache, port, placement_group_bundles=bundles)
+    head, b = {"CPU": 1, "head": 1}, {"CPU": 1, "b": 1}
+    tp = Service("tp", tiny_models["tied"], cache, port, placement_group_bundles=[head] * 3)
+    pp = Service("pp", tiny_models["m"], cache, port, placement_group_bundles=[head, b])
     try:
         serve.run_many([tp.target, pp.target])
         yield tp, pp
@@ -131,10 +50,13 @@ def services(
 def test_a_rank_is_killed_and_its_set_comes_back(ray_cluster: RayCluster, services: tuple[Service, Service]) -> None:
     _, service = services
     service.check_answers()
+    service.forget_device()
+    service.check_answers("host")
     first = service.facts()
     leader, rank = first["ranks"]
     assert [leader["node"], rank["node"]] == [ray_cluster.node_id(name) for name in ("head", "b")]
     assert (leader["pid"], first["last_end"]) == (first["engine_pid"], "")
+    replica = parent_of(leader["pid"])
     with service.post("go on", max_tokens=1500, stream=True) as stream:
         assert stream.readline().startswith(b"data: {")
         os.kill(rank["pid"], signal.SIGKILL)
@@ -147,20 +69,45 @@ def test_a_rank_is_killed_and_its_set_comes_back(ray_cluster: RayCluster, servic
     second = service.facts()
     assert (second["last_end"], second["restarting"]) == (cause, False)
     assert first["writer_id"] != second["writer_id"]
+    assert parent_of(second["engine_pid"]) == replica
     assert [found["node"] for found in second["ranks"]] == [leader["node"], rank["node"]]
     assert all_end([leader["pid"]])
+    service.wait_attached()
+    service.check_answers("host")
+
+
+def test_the_store_of_one_of_two_nodes_is_killed(ray_cluster: RayCluster, services: tuple[Service, Service]) -> None:
+    """The answers go on without; all is below again once every rank has a store."""
+    _, service = services
+    service.check_answers()
+    service.forget_device()
+    head, b = ray_cluster.node_id("head"), ray_cluster.node_id("b")
+    left, killed = service.store_pid(head), service.store_pid(b)
+    assert left != killed
+    os.kill(killed, signal.SIGKILL)
+    assert all_end([killed])
+    service.check_answers()
+    service.forget_device()
+    service.check_answers("host")
+    assert service.store_pid(b) != killed
+    assert service.store_pid(head) == left
 
 
 def test_a_killed_replica_leaves_no_rank(services: tuple[Service, Service]) -> None:
-    """Not even one that is stopped."""
+    """Not even one that is stopped. What it has written is there for the next one."""
     service, _ = services
     service.check_answers()
+    service.forget_device()
+    service.check_answers("host")
     ranks = service.facts()["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1, 2]
     assert len({rank["node"] for rank in ranks}) == 1
     os.kill(ranks[2]["pid"], signal.SIGSTOP)
     os.kill(parent_of(ranks[0]["pid"]), signal.SIGKILL)
     assert all_end([rank["pid"] for rank in ranks])
+    wait_for(lambda: service.replaced(ranks[0]["pid"]))
+    service.wait_attached()
+    service.check_answers("host")
 
 
 def test_what_is_known_of_ranks_that_end(ray_cluster: RayCluster, tiny_model: Path) -> None:
@@ -168,6 +115,8 @@ def test_what_is_known_of_ranks_that_end(ray_cluster: RayCluster, tiny_model: Pa
     files = files_of(tiny_model)
     group = placement_group([{name: 1.0} for name in ("head", "a", "head", "head")])
     assert group.wait(ENDS_S)
+    assert leader_threads(group, 4) == max(1, len(os.sched_getaffinity(0)) // 3)
+    assert leader_threads(group, 2) == max(1, len(os.sched_getaffinity(0)) // 2)
     with socket.create_server(("", 0), backlog=16) as silent:
         port = silent.getsockname()[1]
         launcher = RayRanks(group, node_address())

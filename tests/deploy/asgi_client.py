@@ -86,6 +86,7 @@ def start(
         "path": path,
         "query_string": b"",
         "root_path": "",
+        "client": ("127.0.0.1", 1),
         "headers": [(name.encode(), value.encode()) for name, value in raw.items()],
         **(scope or {}),
     }

@@ -9,6 +9,7 @@ from typing import Any
 from tests.deploy.asgi_client import Call, fetch
 from tests.deploy.fake_engine import FakeEngineClient, make_info
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
+from tournant.deploy.admin_routes import WeightsService
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
 from tournant.deploy.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ def make(
     tokenizer: Tokenizer,
     *texts: str,
     options: FrontendOptions | None = None,
+    weights: WeightsService | None = None,
     info: dict[str, object] | None = None,
     http: dict[str, Any] | None = None,
     **engine: Any,
@@ -44,7 +46,11 @@ def make(
     metrics = MetricsRegistry("m", backend)
     frontend = Frontend(tokenizer, client, options, metrics.record_request)
     app = build_http_app(
-        lambda: frontend, HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))), metrics, backend
+        lambda: frontend,
+        HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))),
+        metrics,
+        backend,
+        weights,
     )
     return Server(app, client, frontend)
 

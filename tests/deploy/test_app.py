@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from tests.deploy.async_test import async_test, settle
 from tests.deploy.fake_engine import FakeEngineClient
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
+from tournant.cluster.weights_rollout import Order, Report, UpdateUnavailable, Weights
 from tournant.deploy import local_ray
 from tournant.deploy.app import Replica, make_app, placement
 from tournant.deploy.config import ServeFile, ServiceConfig, parse_config
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.local_ray import check_gpus
 from tournant.deploy.tokenizer import Tokenizer
+from tournant.deploy.weights_loop import WeightsLoop
 from tournant.workers.errors import ConfigError, EngineDeadError
 
 
@@ -95,15 +98,31 @@ def test_a_split_that_needs_more_gpus_than_there_are_is_refused() -> None:
     check_gpus(config, 4)
 
 
+class NobodyAnswers:
+    """A roll-out that is gone."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    async def report(self, report: Report, hold_s: float) -> Order:
+        self.phases.append(report.phase)
+        raise UpdateUnavailable("no answer")
+
+
+async def change(weights: Weights) -> str:
+    raise AssertionError(f"nobody changes {weights}")
+
+
 def replica_of(tokenizer: Tokenizer) -> tuple[Any, FakeEngineClient]:
     """A replica as it is when its engine runs, without what Serve puts around it."""
     engine = FakeEngineClient(lambda request, index: [])
     frontend = Frontend(tokenizer, engine, FrontendOptions(recent_step_s=0.0, probe_timeout_s=60.0))
     plain = Replica.__mro__[1]
-    methods = {name: getattr(plain, name) for name in ("check_health", "end_engine", "frontend")}
+    methods = {name: getattr(plain, name) for name in ("check_health", "end_engine", "_end", "frontend")}
     kind = type("PlainReplica", (), methods)  # its __del__ is awaited by Serve alone
     replica: Any = kind()
     replica._frontend, replica._metrics = frontend, MetricsRegistry("M", PrometheusBackend())
+    replica._following = WeightsLoop("a", NobodyAnswers(), change)
     return replica, engine
 
 
@@ -129,6 +148,20 @@ async def test_a_health_check_of_a_replica_whose_engine_died_raises(tokenizer: T
     engine.die()
     with pytest.raises(EngineDeadError, match="cannot generate"):
         await replica.check_health()
+
+
+@async_test
+async def test_a_replica_that_is_lost_to_the_rollout_is_replaced_and_says_that_it_ends(tokenizer: Tokenizer) -> None:
+    replica, engine = replica_of(tokenizer)
+    engine.last_step_time = time.monotonic()
+    replica._frontend = Frontend(tokenizer, engine)
+    await replica.check_health()
+    replica._following.lost = "neither weights can be loaded"
+    with pytest.raises(EngineDeadError, match="neither weights can be loaded"):
+        await replica.check_health()
+    await replica.end_engine()
+    assert (replica._following._client.phases, engine.alive) == (["leaving"], False)
+    await replica.check_health()
 
 
 def test_an_impossible_split_ends_before_ray_starts(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tournant.deploy import cli
-from tournant.deploy.config import ENGINE_KEYS, ServiceConfig, parse_config
+from tournant.deploy.config import ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig, parse_config
 from tournant.deploy.kv_store_config import KV_STORE_KEYS
 from tournant.workers.config import EngineConfig
 
@@ -22,7 +22,8 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = set(inspect.signature(cli.serve).parameters) - {"config"}
-    assert flags == set(ServiceConfig.model_fields) - {"engine", "kv_store"} | ENGINE_KEYS | KV_STORE_KEYS
+    service = set(ServiceConfig.model_fields) - {"engine", "kv_store"} - SERVICE_ADVANCED_KEYS
+    assert flags == service | ENGINE_KEYS | KV_STORE_KEYS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tournant.deploy import config_table
-from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, ServiceConfig
+from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig
 from tournant.deploy.kv_store_config import FAULT_KEYS, KV_ADVANCED_KEYS, KV_STORE_KEYS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -31,9 +31,9 @@ def test_the_page_is_what_the_definitions_say() -> None:
 def test_every_key_is_there_but_those_for_tests() -> None:
     tables = sections()
     service, engine, store, *advanced = (set(rows) for rows in tables.values())
-    assert service | {"engine", "kv_store"} == set(ServiceConfig.model_fields)
+    assert service | {"engine", "kv_store"} | SERVICE_ADVANCED_KEYS == set(ServiceConfig.model_fields)
     assert (engine, store) == (ENGINE_KEYS, KV_STORE_KEYS)
-    assert set().union(*advanced) == (ADVANCED_KEYS | KV_ADVANCED_KEYS) - FAULT_KEYS
+    assert set().union(*advanced) == (ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS) - FAULT_KEYS
     assert all(rest[-1] for rows in tables.values() for rest in rows.values())
 
 
@@ -45,6 +45,7 @@ def test_every_key_is_there_but_those_for_tests() -> None:
         ("The service", "request_timeout_s", ["number", "600", "above 0 to 604800"]),
         ("engine:", "max_num_seqs", ["whole number", "64", "1 to 4096"]),
         ("engine:", "deterministic", ["true or false", "false", ""]),
+        ("advanced:, of the service", "weights_drain_s", ["number", "30", "0 to 86400"]),
         ("advanced:, of the tiers", "restore", ["text", "auto", "auto, always, never"]),
         ("advanced:, of the tiers", "nvme_workers", ["whole number", "4", "1 to 64"]),
         ("advanced:, of the tiers", "host_copy_start", ["number", "0.7", "above 0 and at most 1"]),
@@ -65,7 +66,7 @@ def test_no_meaning_is_left_over() -> None:
         "": [name for name in ServiceConfig.model_fields if name not in ("engine", "kv_store")],
         "engine.": ENGINE_KEYS,
         "kv_store.": KV_STORE_KEYS,
-        "advanced.": ADVANCED_KEYS | KV_ADVANCED_KEYS,
+        "advanced.": ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS,
     }
     assert config_table.MEANINGS.keys() <= {prefix + name for prefix, found in names.items() for name in found}
 

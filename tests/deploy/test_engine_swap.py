@@ -68,6 +68,7 @@ async def test_what_it_says_is_of_the_engine_that_runs() -> None:
     ids = [swap.new_request_id()]
     await swap.swap(files("new"))
     ids.append(swap.new_request_id())
+    assert swap.engine is start.engines[1]
     assert swap.info is start.engines[1].info
     assert swap.stats is start.engines[1].stats
     assert swap.info.namespace.weights_id == swap.files.weights_id == files("new").weights_id

@@ -10,11 +10,12 @@ import pytest
 from tests.deploy.asgi_client import fetch, start
 from tests.deploy.async_test import async_test, settle
 from tests.deploy.fake_engine import FakeEngineClient
-from tests.deploy.fake_server import ASK, CHAT, COMPLETIONS, MESSAGES, PROMPT, content, error_of, make
+from tests.deploy.fake_server import ASK, CHAT, COMPLETIONS, MESSAGES, PROMPT, Server, content, error_of, make
 from tests.helpers.tiny_model import BOS_ID
 from tournant.deploy.frontend import FrontendOptions
 from tournant.deploy.http_server import VERSION
 from tournant.deploy.tokenizer import Tokenizer
+from tournant.kvstore.block import Namespace
 from tournant.workers.messages import EngineStats, TierStats, TokenLogprobs
 
 TIERS = FrontendOptions(tiers=True)
@@ -262,6 +263,88 @@ async def test_a_slow_client_that_counts_tokens_gets_each(tokenizer: Tokenizer, 
     call.read_on()
     await call.task
     assert [event["usage"]["completion_tokens"] for event in call.events] == [1, 2, 3, 4, 5, 5]
+
+
+# ---------------------------------------------------------------- weights that change
+
+
+async def change_weights(server: Server, tokenizer: Tokenizer) -> FakeEngineClient:
+    """Exchange the engine at once for one of other weights, as epoch 1."""
+    other = make(tokenizer, "new", info={"namespace": Namespace(b"n" * 32, "fp32", "fp32", b"l" * 32)}).engine
+
+    async def swap() -> Tokenizer:
+        server.frontend.engine, server.frontend.epoch = other, 1
+        return tokenizer
+
+    await server.frontend.change_weights(swap, 0.0)
+    return other
+
+
+@async_test
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_an_answer_that_begins_again_names_the_weights_that_made_it(
+    tokenizer: Tokenizer, path: str, stream: bool
+) -> None:
+    server = make(tokenizer, "old", auto=False)
+    body = (ASK if path == CHAT else PROMPT) | {"stream": stream}
+    call = start(server.app, "POST", path, body)
+    await settle()
+    await change_weights(server, tokenizer)
+    await call.task
+    parts = call.events if stream else [call.json]
+    found = {(part["system_fingerprint"], part["weights_id"], part["epoch"]) for part in parts}
+    assert found == {("tournant-6e6e6e6e6e6e-e1", "6e" * 32, 1)}
+    if stream:
+        assert content(parts) == "new"
+    (card, _) = (await fetch(server.app, "GET", "/v1/models")).json["data"]
+    assert (card["weights_id"], card["epoch"]) == ("6e" * 32, 1)
+    assert 'tournant_weights_epoch{model_name="m"} 1.0' in (await fetch(server.app, "GET", "/metrics")).text
+
+
+@async_test
+async def test_an_answer_that_has_begun_ends_with_an_event_that_says_so(tokenizer: Tokenizer) -> None:
+    server = make(tokenizer, "old", auto=False)
+    calls = [start(server.app, "POST", COMPLETIONS, PROMPT | {"stream": stream, "n": 2}) for stream in (True, False)]
+    await settle()
+    server.engine.step()
+    await settle()
+    await change_weights(server, tokenizer)
+    await asyncio.gather(*(call.task for call in calls))
+    assert calls[0].events[-1]["error"]["code"] == "weights_changed"
+    assert {event["weights_id"] for event in calls[0].events[:-1]} == {"77" * 32}
+    assert [choice["text"] for choice in calls[1].json["choices"]] == ["new", "new"]  # nobody had seen any of it
+
+
+@async_test
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_request_that_waits_for_new_weights_is_encoded_by_their_tokenizer(
+    tokenizer: Tokenizer, bos_tokenizer: Tokenizer, path: str
+) -> None:
+    server = make(tokenizer, "old", auto=False)
+    running = start(server.app, "POST", path, ASK if path == CHAT else PROMPT)
+    await settle()
+    swapped = asyncio.Event()
+    new = make(tokenizer, "new").engine
+
+    async def swap() -> Tokenizer:
+        await swapped.wait()
+        server.frontend.engine = new
+        return bos_tokenizer
+
+    changing = asyncio.create_task(server.frontend.change_weights(swap, 60.0))
+    await settle()
+    waiting = start(server.app, "POST", path, ASK if path == CHAT else PROMPT)
+    await settle()
+    server.engine.step(4)
+    await running.task
+    assert (new.submitted, server.frontend.gate.num_pending) == ([], 1)
+    swapped.set()
+    await changing
+    await waiting.task
+    assert waiting.status == 200
+    assert [request.token_ids[0] for request in new.submitted] == [BOS_ID]
+    assert server.engine.submitted[0].token_ids[0] != BOS_ID
 
 
 # ---------------------------------------------------------------- clients that go away

@@ -51,6 +51,8 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="m", messages=messages, temperature=0, logprobs=True, top_logprobs=2)
     assert answer.choices[0].message.content == "The capital is Paris 👋"
     assert answer.choices[0].finish_reason == "stop"
+    assert answer.system_fingerprint == "tournant-777777777777-e0"
+    assert answer.model_extra == {"weights_id": "77" * 32, "epoch": 0}
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.choices[0].logprobs is not None
@@ -62,6 +64,8 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage == answer.usage
+    assert {chunk.system_fingerprint for chunk in chunks} == {answer.system_fingerprint}
+    assert all(chunk.model_extra == answer.model_extra for chunk in chunks)
 
 
 def test_openai_completions(client: openai.OpenAI) -> None:
@@ -72,6 +76,8 @@ def test_openai_completions(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="m", prompt=[1, 2], max_tokens=3, temperature=0, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "The"
     assert chunks[-1].choices[0].finish_reason == "length"
+    assert answer.system_fingerprint == chunks[0].system_fingerprint == "tournant-777777777777-e0"
+    assert answer.model_extra == chunks[0].model_extra == {"weights_id": "77" * 32, "epoch": 0}
 
 
 def test_openai_models_and_errors(client: openai.OpenAI) -> None:

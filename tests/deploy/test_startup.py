@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ from tests.deploy.async_test import async_test
 from tests.deploy.fake_engine import FakeEngineClient
 from tournant.deploy import startup
 from tournant.deploy.config import ServiceConfig, parse_config
-from tournant.deploy.startup import OwnStore, start_engine
+from tournant.deploy.startup import OwnStore, start_engine, start_engine_swap
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
-from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.model_files import ModelFiles, resolve_model
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks
 
@@ -107,10 +109,45 @@ class NoRanks(LocalRanks):
     pass
 
 
-def test_several_ranks_have_no_store_that_nobody_asked_for() -> None:
-    for size in (1, 2):
-        made = parse_config({"engine": {"tensor_parallel_size": size}})
-        assert (made.store_plan(on_gpu=True) is None) == (size > 1)
+@async_test
+async def test_an_engine_whose_weights_can_change_starts_with_those_it_is_told(
+    tiny_models: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its engines gets the same store, whatever model is configured."""
+    calls: list[tuple[Path, Any]] = []
+
+    async def start(_: EngineConfig, files: ModelFiles, offload: OffloadConfig | None) -> FakeEngineClient:
+        calls.append((files.folder, offload))
+        return FakeEngineClient(lambda request, index: [])
+
+    monkeypatch.setattr(startup.ProcessEngineClient, "start", start)
+    made = config(tmp_path / "gone", tmp_path, kv_store={"host_bytes": "1MiB"})
+    tokenizer, swap = await start_engine_swap(made, str(tiny_models["mqa"]), lambda: "/run/kv/socket")
+    assert tokenizer.vocab_size == 389
+    await swap.swap(resolve_model(str(tiny_models["m"]), cache_dir=tmp_path))
+    offload = OffloadConfig("/run/kv/socket")
+    assert calls == [(tiny_models["mqa"], offload), (tiny_models["m"], offload)]
+
+
+@async_test
+async def test_no_engine_is_left_when_its_tokenizer_cannot_be_read(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ready = FakeEngineClient(lambda request, index: []), threading.Event()
+
+    async def start(*_: Any, **__: Any) -> FakeEngineClient:
+        ready.set()
+        return engine
+
+    def read(_: Path) -> None:
+        assert ready.wait(10)  # it fails when the engine is there already
+        raise ModelFormatError("tokenizer.json is damaged")
+
+    monkeypatch.setattr(startup.ProcessEngineClient, "start", start)
+    monkeypatch.setattr(startup.Tokenizer, "from_folder", read)
+    with pytest.raises(ModelFormatError, match="damaged"):
+        await start_engine(config(tiny_model, tmp_path))
+    assert not engine.alive
 
 
 def test_a_store_of_this_process_alone_leaves_nothing() -> None:

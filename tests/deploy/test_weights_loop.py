@@ -123,6 +123,17 @@ async def test_a_replica_without_an_engine_says_so_and_is_lost(hangs: bool) -> N
 
 
 @async_test
+async def test_a_change_that_breaks_in_a_way_that_nobody_thought_of_costs_the_replica() -> None:
+    answering, engine = Answering(), Engine()
+    loop = await begin(answering, engine)
+    engine.error = KeyError("model.norm")
+    answering.update("bad")
+    await until(lambda: answering.state == "failed")
+    assert (loop.lost, answering.core.plan.failure) == ("KeyError: 'model.norm'", "replica a: KeyError: 'model.norm'")
+    await loop.stop()
+
+
+@async_test
 async def test_a_replica_with_other_bytes_is_not_let_in() -> None:
     answering = Answering()
     first = await begin(answering, Engine())

@@ -1,7 +1,7 @@
 """A client that adopts, as the simulator sees it, and what the stores of other nodes hold.
 
-It brings one part of each block: asks another node, compares what came with its checksum, copies it into a lent slot and
-reports it under its writer's version. The functions that a mutant breaks are methods of their own.
+It brings one part of each block: asks another node, compares what came with its checksum, copies it into a lent slot
+and reports it under its writer's version. The functions that a mutant breaks are methods of their own.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Adopter:
         self.client = 0
         self.memory: Memory | None = None
         self.lent: list[tuple[int, int]] = []
+        self.num_coming = 0  # slots that a block is on its way to
         self.done: list[ReportEntry] = []
         self.seq = 0
         self.unanswered: Report | None = None
@@ -68,11 +69,14 @@ class Adopter:
     def attach(self) -> None:
         """Connect and attach, if the store is up; else later."""
         world = self.world
+        if self.client:
+            return
         if not world.store_up:
             world.later(20_000, self.attach)
             return
         self.client = world.connect(self)
         self.lent, self.done, self.seq, self.unanswered = [], [], 0, None
+        self.num_coming = 0
         weights = bytes([world.replicas[0].weights]) * 32
         world.to_store(
             self,
@@ -95,7 +99,8 @@ class Adopter:
                 self.lent += lent
                 self.lent += [(entries[i].page, entries[i].generation) for i in refused]
                 self.world.count("adopted" if len(refused) < len(entries) else "adopted nothing")
-                self.flush()
+                if self.done:
+                    self.flush()
             case Refused():
                 self.world.count("adopter refused")
             case _:
@@ -104,6 +109,7 @@ class Adopter:
     def bring(self) -> None:
         """Ask another node for a block; it comes after a while, whole or not."""
         blocks = list(self.world.elsewhere.blocks.items())
+        self.flush()
         if not blocks or not self.lent or self.memory is None:
             return
         (key, version), context = self.world.rng.choice(blocks)
@@ -112,6 +118,7 @@ class Adopter:
         if not self.world.may_write(self, memory, page, generation):
             return
         memory.scramble(page)
+        self.num_coming += 1
         self.world.later(
             self.world.rng.randrange(10, 5000),
             lambda: self._came(key, version, context, (page, generation), memory, client),
@@ -129,6 +136,7 @@ class Adopter:
         memory.contents[place[0]] = came
         if client != self.client:
             return
+        self.num_coming -= 1
         checksum = self.checked(told, came)
         if checksum is None:
             self.lent.append(place)
@@ -145,8 +153,9 @@ class Adopter:
         return version
 
     def flush(self) -> None:
-        """One report at a time; the same one again until it is answered."""
-        if self.done and self.unanswered is None and self.client and self.memory is not None:
+        """One report at a time, the same one again until it is answered; also without a block while slots lack."""
+        has_all = len(self.lent) + self.num_coming >= CREDIT
+        if self.unanswered is None and self.client and self.memory is not None and (self.done or not has_all):
             self.seq += 1
             self.unanswered = Report(self.client, self.seq, tuple(self.done))
             self.done = []

@@ -464,6 +464,8 @@ class World:
             if self.quiet:
                 for replica in self.replicas:
                     replica.publish()
+                for adopter in self.adopters:
+                    adopter.flush()
         self.later(TICK_US, self._tick)
 
     def act(self) -> None:

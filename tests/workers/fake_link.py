@@ -9,6 +9,7 @@ from tests.workers.fake_runner import FakeRunner
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
+    REMOTE,
     Attached,
     Copied,
     Detached,
@@ -38,10 +39,13 @@ Image = dict[int, int]  # offset in the block -> KV
 
 @dataclass
 class FakeStore:
-    """What several fake links share. used: chains whose requests have ended, in order."""
+    """What several fake links share. elsewhere: blocks that only another node has until they are fetched; used: chains
+    whose requests have ended, in order.
+    """
 
     images: dict[bytes, Image] = field(default_factory=dict)
     on_nvme: set[bytes] = field(default_factory=set)
+    elsewhere: set[bytes] = field(default_factory=set)
     used: list[tuple[bytes, ...]] = field(default_factory=list)
     versions: set[tuple[int, int]] = field(default_factory=set)
 
@@ -110,6 +114,11 @@ class FakeLink:
         self.free = list(self.credit)
         self._events += [Detached("lost"), Attached(2, self.credit, BLOCK_BYTES, 1000 * BLOCK_BYTES)]
 
+    def _tier(self, key: bytes) -> int:
+        if key in self.store.elsewhere:
+            return REMOTE
+        return NVME if key in self.store.on_nvme else HOST
+
     def _image(self, block: int) -> Image:
         return {o: self.runner.kv[block, o] for o in range(self.runner.block_tokens) if (block, o) in self.runner.kv}
 
@@ -124,12 +133,14 @@ class FakeLink:
                 found = tuple(key for key in keys if key in self.store.images)
                 missing = next((i for i, key in enumerate(keys) if key not in self.store.images), len(keys))
                 self._reads[read] = found[:missing]
-                tiers = bytes(NVME if key in self.store.on_nvme else HOST for key in found[:missing])
-                self._events.append(Found(read, tiers, 0.0))
+                self._events.append(Found(read, bytes(map(self._tier, found[:missing])), 0.0))
             case Fetch(read, count) if read in self._reads:
-                num_nvme = sum(key in self.store.on_nvme for key in self._reads[read][:count])
-                num_bytes = num_nvme * BLOCK_BYTES
-                self._events.append(Fetched(read, count, num_bytes, num_bytes / self.speed))
+                tiers = bytes(map(self._tier, self._reads[read][:count]))
+                num_bytes, remote = tiers.count(NVME) * BLOCK_BYTES, tiers.count(REMOTE)
+                seconds = remote * BLOCK_BYTES / self.speed
+                self.store.elsewhere.difference_update(self._reads[read][:count])
+                far = (remote, remote * BLOCK_BYTES, seconds)
+                self._events.append(Fetched(read, count, num_bytes, seconds + num_bytes / self.speed, *far))
             case Load(read, skip, blocks) if read in self._reads:
                 good = 0
                 for block, key in zip(blocks, self._reads.pop(read)[skip:], strict=False):

@@ -71,9 +71,11 @@ class Engine:
         self.images: BlockImages = PlainImages(CpuDevice(), self.pool)
         if "images" in config:
             self.images = config.pop("images")(self.images)
+        agent = config.pop("agent", None)
         made = OffloadConfig(str(socket), **{"credit_blocks": 8} | config)
         identity = LinkIdentity(b"w" * 32, "bf16", self.writer_id, PART)
-        self.link = StoreLink(socket, identity, self.images, made, self._happened.set, timeout_s=timeout_s)
+        wake = self._happened.set
+        self.link = StoreLink(socket, identity, self.images, made, wake, timeout_s=timeout_s, agent=agent)
 
     def submit(self, *orders: Order) -> None:
         self.link.submit(orders)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tournant.workers.cost_model import LATENCY_S, CostModel
-from tournant.workers.transfer_messages import HOST, NVME
+from tournant.workers.transfer_messages import HOST, NVME, REMOTE
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 
@@ -112,3 +112,28 @@ def test_those_who_decode_wait_for_a_prompt_that_is_computed() -> None:
     model.observe_transfer(HOST, 8 * BLOCK_BYTES, 1.5 * tokens_s, 0.0)  # slower than computing, by half
     assert model.choose([HOST] * 8, 0, BLOCK_BYTES, 0.0).count == 0
     assert model.choose([HOST] * 8, 0, BLOCK_BYTES, 0.0, decoding=1).count == 8
+
+
+def test_it_learns_what_another_node_takes_beside_its_bytes() -> None:
+    rng, model = random.Random(1), taught(1e-4, 0.0, 2e9, 1e8)
+    assert model.choose([HOST, REMOTE, REMOTE], 0, BLOCK_BYTES, 0.0).count == 3, "what is unknown is tried"
+    for _ in range(200):
+        num_bytes = rng.randrange(1, 200) * BLOCK_BYTES
+        model.observe_transfer(REMOTE, num_bytes, (0.08 + num_bytes / 4e8) * rng.uniform(0.95, 1.05), now=0.0)
+    assert model.latency_s(REMOTE) == pytest.approx(0.08, rel=0.1)
+    assert model.bytes_per_second(REMOTE, 0.0) == pytest.approx(4e8, rel=0.1)
+    far = model.load_s(0, 0, BLOCK_BYTES, 0.0, num_remote=50)
+    assert far == pytest.approx(LATENCY_S[HOST] + 0.08 + 50 * BLOCK_BYTES * (1 / 2e9 + 1 / 4e8), rel=0.1)
+    assert model.choose([REMOTE] * 8, 0, BLOCK_BYTES, 0.0).count == 0, "8 blocks are computed in 13 ms"
+    assert model.choose([HOST] * 2 + [REMOTE] * 8, 0, BLOCK_BYTES, 0.0).count == 2
+    assert model.choose([REMOTE] * 400, 0, BLOCK_BYTES, 0.0).count == 400
+    model.began(REMOTE, 4000 * BLOCK_BYTES)
+    assert model.choose([REMOTE] * 400, 0, BLOCK_BYTES, 0.0).count == 0
+
+
+def test_transfers_of_one_size_say_nothing_of_latency() -> None:
+    model = CostModel(BLOCK_TOKENS)
+    for _ in range(50):
+        model.observe_transfer(REMOTE, 10 * BLOCK_BYTES, 0.03, now=0.0)
+    assert model.latency_s(REMOTE) == LATENCY_S[REMOTE]
+    assert model.bytes_per_second(REMOTE, 0.0) == pytest.approx(10 * BLOCK_BYTES / 0.02)

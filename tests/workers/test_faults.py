@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
 from tests.workers.fake_runner import FakeRunner
 from tests.workers.link_harness import PATIENCE_S
 from tournant.workers.batch import Batch, StepResult
-from tournant.workers.faults import BlockFaults, DelayedRunner, FollowingImages, flip_bit
+from tournant.workers.faults import BlockFaults, DelayedRunner, FollowingImages, LateSteps, flip_bit
 
 
 def test_every_nth_block_fails_or_is_flipped() -> None:
@@ -78,6 +79,20 @@ def test_delayed_steps_return_at_once_and_keep_their_order() -> None:
     assert delays == [0.04] * 4
     with pytest.raises(RuntimeError, match="injected"):
         steps[2].result()
+
+
+def test_what_belongs_behind_late_steps_is_not_late_itself() -> None:
+    delays: list[float] = []
+    late = LateSteps(7.0, delays.append)
+    done: list[int] = []
+    for number in range(2):
+        late.carry_out(partial(done.append, number))
+        assert late.behind(lambda: list(done)).result(PATIENCE_S) == list(range(number + 1))
+    assert delays == [0.007] * 2
+    late.carry_out(lambda: done.append(1 // 0))
+    late.settle()
+    with pytest.raises(ZeroDivisionError):
+        late.carry_out(lambda: None)
 
 
 def test_copies_follow_the_steps_that_were_given_before() -> None:

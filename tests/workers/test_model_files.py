@@ -20,7 +20,14 @@ from tournant.workers import local_cache, model_files
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_files import QUANTIZED_NAME
 from tournant.workers.local_cache import MEMO_NAME
-from tournant.workers.model_files import ModelFiles, check_supported, resolve_model, weights_id
+from tournant.workers.model_files import (
+    DEFAULT_NAME,
+    ModelFiles,
+    check_supported,
+    name_of,
+    resolve_model,
+    weights_id,
+)
 from tournant.workers.weights import load_checkpoint
 
 CONFIG = {
@@ -63,6 +70,26 @@ def test_folder(tmp_path: Path, tiny_model: Path) -> None:
     assert len(found.weights_id) == 32
     assert lines == [f"checking the weights of {tiny_model.name}"]
     assert load_checkpoint(found.folder).shape("model.embed_tokens.weight") == (512, 128)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("models/tiny", "tiny"), ("models/tiny.gguf", "tiny"), ("models/v1.5", "v1.5")],
+)
+def test_a_model_has_its_name_whether_it_is_there_or_not(tmp_path: Path, model: str, name: str, there: bool) -> None:
+    path = tmp_path / model
+    if there:
+        path.parent.mkdir()
+        path.touch() if path.suffix == ".gguf" else path.mkdir()
+    assert name_of(str(path)) == name
+
+
+def test_names_of_hub_ids_and_links(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "current").symlink_to("v2")
+    assert name_of(str(tmp_path / "current")) == "v2"
+    assert (name_of("org/name"), name_of("org/name@main"), name_of(None)) == ("org/name", "org/name", DEFAULT_NAME)
 
 
 def test_weights_id_is_the_digest_of_names_and_bytes(tmp_path: Path) -> None:

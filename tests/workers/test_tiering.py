@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 
 import pytest
 
@@ -142,6 +144,34 @@ def test_others_run_while_a_request_restores() -> None:
     assert tiered.first[2].cached_by_tier == (0, 40, 0)
 
 
+def test_blocks_of_another_node_are_restored_and_lie_here_then() -> None:
+    store = FakeStore()
+    first = Tiered(store)
+    first.ask(1, prompt_of(1))
+    store.elsewhere = set(list(store.images)[-3:])
+    second = Tiered(store)
+    assert second.ask(1, prompt_of(1)).cached_by_tier == (0, 40, 0), "they came out of RAM here"
+    assert second.outputs[1] == first.outputs[1]
+    assert not [order for order in second.link.orders if isinstance(order, Save)]
+    tiers = second.engine.stats().tiers
+    assert (tiers.remote_blocks, tiers.remote_bytes, tiers.remote_failures) == (3, 3000, 0)
+    assert tiers.bytes_per_second_remote > 0
+
+
+def test_what_only_another_node_has_is_saved_here_when_it_was_computed() -> None:
+    store = FakeStore()
+    Tiered(store).ask(1, prompt_of(1))
+    store.elsewhere = set(store.images)
+    store.versions.clear()  # the next engine has the same writer id in these tests
+    tiered = Tiered(store, restore_ms=1)
+    tiered.link.hold = (Fetch,)
+    tiered.submit(1, prompt_of(1))
+    tiered.rest()
+    assert tiered.first[1].cached_tokens == 0
+    saved = {entry.key for order in tiered.link.orders if isinstance(order, Save) for entry in order.entries}
+    assert saved >= store.elsewhere
+
+
 class Boasting(FakeLink):
     """Claims more than it was asked for."""
 
@@ -186,6 +216,26 @@ def test_a_deadline_ends_the_wait_and_blocks_stay_held_until_the_copy_has_ended(
     tiered.link.let_go()
     tiered.step()
     assert tiered.engine.stats().kv_used == 0
+
+
+def test_a_lookup_is_waited_for_while_the_batches_before_it_are_in_flight() -> None:
+    """However long these take: ranks of later stages hear of it behind them."""
+    tiered = Tiered(FakeStore(), lookup_ms=1)
+    tiered.ask(1, prompt_of(1))
+    tiered.engine.reset_prefix_cache()
+    tiered.engine._tiers.restores.least_turns = 3  # type: ignore[union-attr]
+    clock = itertools.count(time.monotonic())
+    tiered.engine._clock = lambda: next(clock)  # a second passes whenever it is read
+    tiered.link.hold = (Lookup,)
+    tiered.submit(2, prompt_of(1))
+    for _ in range(3):  # the first one asks
+        tiered.step()
+        assert tiered.engine.stats().num_waiting == 1
+    assert tiered.engine.stats().tiers.late_lookups == 0
+    tiered.link.hold = ()
+    tiered.link.let_go()
+    tiered.rest()
+    assert tiered.first[2].cached_by_tier == (0, 40, 0)
 
 
 @pytest.mark.parametrize("kind", [Lookup, Fetch, Load])

@@ -1,0 +1,54 @@
+"""Cases about the ranks of one replica: M over tensor parallel processes, with a store below."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.workers.harness import files_of
+from tests.workers.parallel_harness import without_near_ties
+from tests.workers.test_engine_process import run
+from tests.workers.test_group_offload import Faulty, group
+from tests.workers.tiered_engine import BLOCK_BYTES, Store, node_store
+
+LENGTHS = tuple(range(60, 380, 8))
+SMALL = {"kv_cache_bytes": 32 * BLOCK_BYTES}  # of each of two ranks: 64 blocks of its heads
+CONCURRENCY, NUM_REQUESTS = 16, 300
+
+
+@pytest.mark.case(17)
+@pytest.mark.parametrize(
+    "count", [NUM_REQUESTS, pytest.param(40 * NUM_REQUESTS, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])]
+)
+def test_case_17_one_rank_is_late_with_its_copies_at_the_pool_s_limit(
+    tiny_model: Path, tmp_path: Path, count: int
+) -> None:
+    """Every rank compares each step's number and block tables with the leader's, and a difference would end the group:
+    so it is the group of the beginning that has answered everything.
+    """
+    chosen = without_near_ties(tiny_model, LENGTHS)
+    rng = random.Random(17)
+    numbers = iter([rng.randrange(len(LENGTHS)) for _ in range(count)])
+
+    async def scenario(store: Store) -> None:
+        late = lambda: Faulty(load_delay_ms=2.0, save_delay_ms=0.5)  # noqa: E731 - on rank 1 alone
+        async with group(tiny_model, store, (2, 1), late, SMALL, restore_ms=60_000, lookup_ms=10_000) as one:
+
+            async def client() -> None:
+                for number in numbers:
+                    (answer,) = await one.ask([chosen.prompts[number]])
+                    assert answer.tokens == chosen.answers[number]
+
+            writer_id = one.engine.info.writer_id
+            await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
+            assert (one.engine.info.writer_id, one.engine.last_end) == (writer_id, "")
+            assert one.engine.info.pool_tokens == 64 * 16
+            assert one.engine.stats.num_preemptions > count // 100
+            assert one.tiers.loaded_blocks > 2 * count
+
+    assert files_of(tiny_model)
+    with node_store(tmp_path, 512, nvme=False) as store:
+        run(lambda: scenario(store))
