@@ -189,6 +189,6 @@ class WeightsClient:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=MAX_CALLS,
-            scheduling_strategy="DEFAULT",  # else Ray puts it into the placement group of a replica, and ends it with that
+            scheduling_strategy="DEFAULT",  # else it is in the placement group of a replica, and ends with that
         )
         return actor_class.remote(*self._args)

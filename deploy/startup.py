@@ -17,7 +17,7 @@ from tournant.kvstore.errors import StoreConfigError, StoreRefused
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import EngineClient, ProcessEngineClient
 from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import ModelFiles, check_unchanged, resolve_model
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks, RankLauncher
 from tournant.workers.replica_engine import ReplicaEngine
@@ -52,10 +52,14 @@ async def start_engine_swap(
     find_store: Callable[[], str | None] | None = None,
     make_launcher: Callable[[], RankLauncher] = LocalRanks,
 ) -> tuple[Tokenizer, EngineSwap]:
-    """As `start_engine`, of an engine whose weights can be changed. model: what it starts with, not `config.model`."""
+    """As `start_engine`, of an engine whose weights can be changed. model: what it starts with, not `config.model`.
+
+    No engine starts on files that are not what they were when they were resolved, when it goes back to them neither.
+    """
     files, offload = await _prepare(config, model, None, find_store)
 
     async def start(found: ModelFiles) -> StartedEngine:
+        await asyncio.to_thread(check_unchanged, found, config.cache_path)
         return await launch_engine(config.engine, found, offload, make_launcher)
 
     return await _with_tokenizer(files, EngineSwap.start(start, files))

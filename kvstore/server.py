@@ -410,9 +410,8 @@ def _parent_pidfd(pid: int | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a store; the exit code: 0 after a drain, 2 when it cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     args = parse_flags(argv)
-    level = logging.INFO if args.with_parent is None else logging.WARNING  # who started it knows how it is
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         config = StoreConfig(**values_of(args, StoreConfig))
         nvme = (

@@ -335,5 +335,15 @@ def weights_id(folder: Path, cache_dir: Path) -> bytes:
     return hasher.digest()
 
 
+def check_unchanged(files: ModelFiles, cache_dir: Path | None) -> None:
+    """Raises ModelFormatError when a folder has other weights than when it was resolved. cache_dir: as there."""
+    found = weights_id(files.folder, cache_dir if cache_dir is not None else default_cache_dir())
+    if found != files.weights_id:
+        raise ModelFormatError(
+            f"{files.folder} was overwritten: its weights are {found.hex()[:12]} now and were "
+            f"{files.weights_id.hex()[:12]}; give new weights a new path"
+        )
+
+
 def _framed(data: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data

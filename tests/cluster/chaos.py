@@ -33,6 +33,7 @@ MODULES = {  # a process of ours -> the module that it runs
     "store": "tournant.kvstore.server",
 }
 KINDS = ("rank", "leader", "replica", "store", "directory", "node", "stopped rank")
+PATIENCE_S = 240.0
 Outcome = Literal["right", "refused", "broken", "wrong", "late"]
 
 
@@ -104,12 +105,12 @@ class Clients:
     def wait_right(self, more: int) -> None:
         """Until so many more answers have come whole and right."""
         end = self.counts()["right"] + more
-        wait_for(lambda: self.counts()["right"] >= end)
+        wait_for(lambda: self.counts()["right"] >= end, PATIENCE_S)
 
     def wait_calm(self, count: int) -> None:
         """Until so many answers in a row are right."""
         begin = len(self.history)
-        wait_for(lambda: _tail(self.history[begin:]) >= count)
+        wait_for(lambda: _tail(self.history[begin:]) >= count, PATIENCE_S)
 
     def stop(self) -> None:
         """Wait for what is asked to be answered."""
@@ -222,7 +223,7 @@ class Kills:
             return ""
         try:
             self._signal(leader, signal.SIGKILL)
-            wait_for(lambda: (group := self._group()) is not None and group[0] not in before)
+            wait_for(lambda: (group := self._group()) is not None and group[0] not in before, PATIENCE_S)
             left = [pid for pid in stopped if Path(f"/proc/{pid}").exists()]
         finally:
             for pid in stopped:
@@ -246,4 +247,4 @@ class Kills:
 
     def wait_whole(self) -> None:
         """Until two groups of two ranks run, and nothing else of them."""
-        wait_for(lambda: len(self._ours("leader")) == len(self._ours("rank")) == 2)
+        wait_for(lambda: len(self._ours("leader")) == len(self._ours("rank")) == 2, PATIENCE_S)

@@ -128,9 +128,9 @@ def all_end(pids: list[int]) -> bool:
     return True
 
 
-def wait_for(true: Callable[[], bool]) -> None:
+def wait_for(true: Callable[[], bool], limit_s: float = ENDS_S) -> None:
     """Raises AssertionError when it does not come true in a while."""
-    deadline = time.monotonic() + ENDS_S
+    deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.deploy.async_test import async_test
 from tests.deploy.fake_engine import FakeEngineClient
 from tournant.deploy import startup
 from tournant.deploy.config import ServiceConfig, parse_config
+from tournant.deploy.engine_swap import SwapFailed
 from tournant.deploy.startup import OwnStore, start_engine, start_engine_swap
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
@@ -127,6 +129,32 @@ async def test_an_engine_whose_weights_can_change_starts_with_those_it_is_told(
     await swap.swap(resolve_model(str(tiny_models["m"]), cache_dir=tmp_path))
     offload = OffloadConfig("/run/kv/socket")
     assert calls == [(tiny_models["mqa"], offload), (tiny_models["m"], offload)]
+
+
+@async_test
+async def test_weights_that_were_overwritten_are_not_gone_back_to(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under their old name they would be answered from the old ones' KV."""
+
+    async def start(_: EngineConfig, files: ModelFiles, offload: OffloadConfig | None) -> FakeEngineClient:
+        if files.folder.name == "bad":
+            raise ModelFormatError("damaged")
+        return FakeEngineClient(lambda request, index: [])
+
+    monkeypatch.setattr(startup.ProcessEngineClient, "start", start)
+    folders = [tmp_path / "old", tmp_path / "bad"]
+    for folder in folders:
+        shutil.copytree(tiny_model, folder)
+    cache = tmp_path / "cache"
+    _, swap = await start_engine_swap(config(folders[0], cache), str(folders[0]))
+    bad = resolve_model(str(folders[1]), cache_dir=cache)
+    with pytest.raises(SwapFailed, match=r"^damaged$"):
+        await swap.swap(bad)
+    (folders[0] / "config.json").write_text((folders[0] / "config.json").read_text() + "\n")
+    with pytest.raises(SwapFailed, match=r"damaged; and .* was overwritten: its weights are") as caught:
+        await swap.swap(bad)
+    assert not caught.value.serving
 
 
 @async_test
