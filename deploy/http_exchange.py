@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from tournant.deploy.http_client import WEIGHTS_PATH
 from tournant.deploy.openai_convert import DONE, error_event
 from tournant.deploy.openai_schema import ApiError
 
@@ -26,6 +27,7 @@ Headers = Iterable[tuple[str, str]]
 BODY_TIMEOUT_S = 60.0
 CLIENT_GONE = 499  # status in logs and metrics of a request whose client went away before the response began
 LOGGED_PATH_CHARS = 100
+POLLED_PATHS = ("/health", "/metrics", WEIGHTS_PATH)
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}\Z")
 
 logger = logging.getLogger("tournant.http")
@@ -154,7 +156,7 @@ class Exchange:
 
     def log(self) -> None:
         """One line of JSON about this exchange: no prompt, no answer, no query string."""
-        level = logging.DEBUG if self.path in ("/health", "/metrics") else logging.INFO  # probes come all the time
+        level = logging.DEBUG if self.method == "GET" and self.path in POLLED_PATHS else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(
                 level,

@@ -55,8 +55,8 @@ class PromptOutput:
 
 
 class LLM:
-    """A model in a process of its own, for this one; in several with tensor_parallel_size or pipeline_parallel_size. For
-    other weights make another LLM.
+    """A model in a process of its own, for this one; in several with tensor_parallel_size or pipeline_parallel_size.
+    For other weights make another LLM.
 
     model: folder, .gguf file or hub id, None = SmolLM2-135M-Instruct; cache_dir: where conversions are kept;
     host_bytes: RAM for KV that leaves the device, such as "4GiB", in a process of its own, 0 = none, None = none on a

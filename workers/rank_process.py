@@ -42,17 +42,19 @@ logger = logging.getLogger("tournant.rank")
 
 
 def watch(parent: int, connection: socket.socket, line: LeaderLine) -> None:
-    """Thread: let the leader know that this rank lives; end the process when its parent or the leader is gone."""
+    """Thread: let the leader know that this rank lives; end the process when its parent or the leader is gone, which is
+    no fault of this rank: a leader that has said that it is over may be gone before this rank is.
+    """
     poller = select.poll()
     for descriptor in (parent, connection.fileno(), line.fileno()):
         poller.register(descriptor, select.POLLIN)
     while True:
         if poller.poll(SILENCE_S / BEATS * 1000):
-            os._exit(1)
+            os._exit(0)
         try:
             line.beat()
         except OSError:
-            os._exit(1)
+            os._exit(0)
 
 
 def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, ends: ExitStack) -> None:
@@ -75,7 +77,7 @@ def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, 
             try:
                 line.send_event(events)
             except OSError:
-                os._exit(1)
+                os._exit(0)
 
         server, link = open_rank_link(shard, place.offload, send)
         ends.callback(link.close)

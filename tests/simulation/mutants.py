@@ -322,6 +322,7 @@ def _pick_only_key(reads: ReadTable, read: Any, versions: tuple[Version, ...]) -
 
 _PICK = ReadTable.pick
 
+
 def _adopt_into_anything(adoption: Adoption, entry: ReportEntry, part: int, weights: int, slot: Slot, now: int) -> bool:
     group = adoption._residency.index.find(entry.key, entry.version.writer_id, entry.version.counter)
     if group is None or group.copy_of(part) is None:

@@ -68,7 +68,8 @@ class Group:
         self, folder: Path, store: Store, split: tuple[int, int], engine: dict[str, Any], **offload: Any
     ) -> None:
         """Wait until it is ready."""
-        config = config_of(*split, kv_cache_bytes=POOL_BLOCKS * BLOCK_BYTES, **{"deterministic": True} | engine)
+        defaults = {"kv_cache_bytes": POOL_BLOCKS * BLOCK_BYTES, "deterministic": True}
+        config = config_of(*split, **defaults | engine)
         lower = OffloadConfig(str(store.socket), **{"restore": "always"} | offload)
         self.engine = await ReplicaEngine.start(
             config, files_of(folder), offload=lower, make_launcher=self._launcher, first_wait_s=0.0
