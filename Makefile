@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 ARGS ?=
+PARALLEL ?= -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # test processes
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +27,7 @@ serve: install
 	@exec $(BIN)/tournant serve --port $(PORT) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest --durations=10 $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --durations=10 $(ARGS)
 
 check: install
 	$(BIN)/python -m pytest tests/tidy $(ARGS)

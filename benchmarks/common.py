@@ -14,9 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +280,24 @@ def run_main(run: Callable[[Options], Report], description: str | None, argv: Se
     facts = machine()
     print_machine(facts)
     write([run(options)], facts, options)
+
+
+def apart(run: Callable[[Options], Report], options: Options) -> Report:
+    """What `run` reports, from a process of its own, which is where a Ray that it starts ends; its tables are printed
+    here.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        found = process.submit(_apart, run, options).result()
+    report = Report(found.title)
+    for table in found.tables:
+        report.add(table)
+    return report
+
+
+def _apart(run: Callable[[Options], Report], options: Options) -> Report:
+    torch.set_num_threads(options.threads)
+    with redirect_stdout(sys.stderr):
+        return run(options)
 
 
 def print_machine(facts: Mapping[str, str]) -> None:

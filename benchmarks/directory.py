@@ -1,23 +1,18 @@
 """Block look-ups per second of one shard of the directory, in chains of 512: alone, and through its actor.
 
-A chain is whole on one of four nodes and half on another one, so that a look-up answers two runs. Not part of run_all:
-this starts a Ray of its own unless the process is connected to one.
+A chain is whole on one of four nodes and half on another one, so that a look-up answers two runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import ray
 
 from benchmarks.common import Cell, Options, Report, Table, at_least, interleave, run_main, say
+from benchmarks.own_ray import own_ray
 from tournant.cluster.directory_actor import Directory as Caller
 from tournant.cluster.directory_actor import find_shard
 from tournant.kvstore.block import KEY_BYTES
@@ -35,7 +30,7 @@ def run(options: Options) -> Report:
     chains = _chains(4 if options.quick else 200)
     messages = _messages(chains)
     _core(options, report, chains, messages)
-    with _on_ray():
+    with own_ray():
         _actor(options, report, chains, messages)
     return report
 
@@ -112,30 +107,6 @@ def _actor(options: Options, report: Report, chains: list[tuple[bytes, ...]], me
         for name, value in found.items()
     ]
     report.add(Table("a shard in its actor, one caller", ["call", "blocks/s", "bar", "milliseconds per call"], rows))
-
-
-@contextlib.contextmanager
-def _on_ray() -> Iterator[None]:
-    """A Ray of this process alone, if it is connected to none."""
-    if ray.is_initialized():
-        yield
-        return
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # short enough for sockets
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _temp_dir=str(folder / "ray"),
-        _plasma_directory=str(folder),
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

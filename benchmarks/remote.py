@@ -1,7 +1,7 @@
 """Blocks of another node's store into the store here: bytes per second, and those of Ray's object transport alone.
 
 Two nodes on this machine, so both go through its loopback and share its cores. Both move the same bytes in objects of
-the same size, as many at once. Not part of run_all: this starts a Ray of its own.
+the same size, as many at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.common import Cell, Options, Report, Table, at_least, interleave, run_main, say
+from benchmarks.own_ray import SETTINGS
 from tournant.cluster.block_adopter import AHEAD
 from tournant.cluster.block_transport import BATCH_BYTES
 from tournant.cluster.node_store import StorePlan
@@ -168,7 +169,7 @@ def _two_nodes() -> Iterator[tuple[str, str]]:
         ids = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and len(node["Resources"]) > 0)
         yield ids[0], ids[1]
         return
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= SETTINGS
     folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # short enough for sockets
     os.environ["RAY_TMPDIR"] = str(folder)
     (folder / "ray").mkdir()

@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
 from benchmarks import (
     attention,
+    directory,
     ingress,
     kv_dtypes,
     latency,
     memory,
     offload,
+    parallel,
+    remote,
     store,
     store_core,
     store_host,
     throughput,
 )
-from benchmarks.common import machine, parse_options, print_machine, say, write
+from benchmarks.common import apart, machine, parse_options, print_machine, say, write
 
-ALL = (throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload)
+HERE = (throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload)
+ON_RAY = (parallel, directory, remote)  # each with a Ray of its own, in a process of its own
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, chosen: Sequence[ModuleType] = (*HERE, *ON_RAY)) -> None:
     """Run everything; files are written at the end of each benchmark, so that a failure leaves what was measured."""
     options = parse_options(__doc__ or "", argv)
     torch.set_num_threads(options.threads)
     facts = machine()
     print_machine(facts)
     reports = []
-    for benchmark in ALL:
+    for benchmark in chosen:
         start = time.monotonic()
-        reports.append(benchmark.run(options))
+        reports.append(apart(benchmark.run, options) if benchmark in ON_RAY else benchmark.run(options))
         write(reports, facts, options)
         say(f"{reports[-1].title}: {time.monotonic() - start:.0f} s")
 

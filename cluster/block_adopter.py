@@ -51,13 +51,14 @@ def key_of(question: Bring) -> Key:
 @dataclass(slots=True)
 class Outcome:
     """Leading blocks that were copied or are here, bytes that came, why no more came from the other node, and whether
-    that is because it is gone.
+    that is because it is gone; has_none: it said that it has nothing of what is not here, in this part.
     """
 
     count: int = 0
     num_bytes: int = 0
     problem: str = ""
     is_gone: bool = False
+    has_none: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,10 @@ class BlockAdopter:
             one = self._asked.popleft()
             try:
                 given = one.pending.result(until - time.monotonic())
-                taken = self._adopt(given.checked(one.wanted), question.depth + outcome.count, outcome)
-                del given
+                blocks = given.checked(one.wanted)
+                outcome.has_none = not blocks and not outcome.num_bytes
+                taken = self._adopt(blocks, question.depth + outcome.count, outcome)
+                del given, blocks
             finally:
                 self._permits.release()
             if not taken:

@@ -6,7 +6,9 @@ the directory knows and how bytes travel is injected: nothing here calls Ray.
 Invariants:
  1. Every question is answered, by its deadline or little after it; "nothing" is always a right answer.
  2. A node of which a call failed is asked nothing for REST_S.
- 3. Nothing grows with what links send: connections, questions under way, bytes on their way and unread answers have
+ 3. A node that had nothing of a chain in a part is not asked for that again for REST_S: the directory knows keys, not
+    parts, and one node may hold the layers or heads that another one needs the rest of.
+ 4. Nothing grows with what links send: connections, questions under way, bytes on their way and unread answers have
     limits.
 """
 
@@ -22,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tournant.cluster.block_adopter import MAX_BATCHES, BlockAdopter, Key, Outcome, key_of
@@ -39,6 +42,7 @@ from tournant.kvstore.agent_wire import (
     decode_question,
     encode,
 )
+from tournant.kvstore.block import Part
 from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.kvstore.server import listen
 from tournant.kvstore.socket_transport import RECEIVE_BYTES, peer_credentials
@@ -50,6 +54,8 @@ TICK_S = 1.0
 NUM_LOCATING, NUM_BRINGING = 2, 8  # threads
 MAX_LINKS, MAX_OPEN, MAX_BACKLOG_BYTES = 256, 64, 1 << 20  # connections; questions and unread bytes of one
 MAX_ADOPTERS = 16
+MAX_TRIES = 4  # nodes that are asked for one question
+MAX_FRUITLESS = 4096
 Lookup = Callable[[Sequence[bytes], float], list[Held]]
 _LOG = logging.getLogger("tournant.node_store")
 
@@ -85,9 +91,10 @@ class RemoteBlocks:
         self._path, self._store, self._node = path, store, node
         self._lookup, self._transport, self._gone, self._on_tick = lookup, transport, gone, on_tick
         self._rests_until: dict[str, float] = {}
+        self._fruitless: dict[tuple[Part, bytes], dict[str, float]] = {}  # part, first key -> node -> until when
         self._permits = threading.BoundedSemaphore(MAX_BATCHES)
         self._adopters: dict[Key, BlockAdopter] = {}
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # of the tables above
         self._answers: deque[tuple[_Link, AgentAnswer]] = deque()
         self._links: set[_Link] = set()
         self._stopping = False
@@ -218,20 +225,30 @@ class RemoteBlocks:
             os.eventfd_write(self._bell, 1)
 
     def locate(self, question: Locate) -> Located:
-        """The node, not resting and not this one, that is known to hold the most leading keys; in RAM if any does."""
+        """The node, not resting and not this one, that is known to hold the most leading keys; in RAM if any does, and
+        of several alike always the same, so that ranks of a group that ask get the same versions.
+        """
+        node, count = self._best(question.keys, question.part)
+        return Located(question.request, count, node)
+
+    def _best(self, keys: Sequence[bytes], part: Part) -> tuple[str, int]:
+        """Who holds the most, and how many leading keys."""
+        if not keys:
+            return "", 0
         now = time.monotonic()
         with self._lock:
-            left_out = {node for node, until in self._rests_until.items() if until > now} | {self._node}
+            left = [*self._rests_until.items(), *self._fruitless.get((part, keys[0]), {}).items()]
+        left_out = {node for node, until in left if until > now} | {self._node}
         nodes: set[str] | None = None
         best, count = "", 0
-        for run in self._lookup(question.keys, LOOKUP_S) if question.keys else ():
+        for run in self._lookup(keys, LOOKUP_S):
             here = {*run.host, *run.nvme} - left_out
             nodes = here if nodes is None else nodes & here
             if not nodes:
                 break
             best = min(nodes, key=lambda node: (node not in run.host, node))
             count += run.num_keys
-        return Located(question.request, count, best)
+        return best, count
 
     def bring(self, question: Bring, until: float) -> Brought:
         """Copy blocks of a node into the store here. See `Brought`."""
@@ -240,7 +257,16 @@ class RemoteBlocks:
             resting = self._rests_until.get(question.node, 0.0) > began
         if resting or question.node == self._node or not question.keys:
             return Brought(question.request, 0, 0, 0, resting)
-        outcome = self._bring(question, until)
+        for _ in range(MAX_TRIES):
+            outcome = self._bring(question, until)
+            if not outcome.has_none or time.monotonic() > until:
+                break
+            lacking = question.keys[outcome.count :]
+            self._note_fruitless(question.node, question.part, lacking[0])
+            node, _ = self._best(lacking, question.part)
+            if not node:
+                break
+            question = replace(question, node=node)
         if outcome.problem:
             _LOG.warning("node %s is left alone for %g s: %s", question.node[:8], REST_S, outcome.problem)
             with self._lock:
@@ -250,6 +276,12 @@ class RemoteBlocks:
                 self._gone(question.node)
         took = int((time.monotonic() - began) * 1e6)
         return Brought(question.request, outcome.count, outcome.num_bytes, took, bool(outcome.problem))
+
+    def _note_fruitless(self, node: str, part: Part, key: bytes) -> None:
+        with self._lock:
+            self._fruitless.setdefault((part, key), {})[node] = time.monotonic() + REST_S
+            if len(self._fruitless) > MAX_FRUITLESS:
+                del self._fruitless[next(iter(self._fruitless))]
 
     def _bring(self, question: Bring, until: float) -> Outcome:
         adopter = self._adopter(question)

@@ -107,9 +107,10 @@ class AdmissionGate:
         self._guests.pop(guest, None)
         self._leaving.set()
 
-    async def change(self, swap: Callable[[], Awaitable[None]], drain_s: float, max_waiting: int) -> None:
+    async def change(self, swap: Callable[[], Awaitable[None]], drain_s: float | None, max_waiting: int) -> None:
         """Close the gate, let those inside finish for `drain_s`, change the engine by `swap`, and open it again.
 
+        drain_s None: only what comes from now on is for another engine, and those inside stay where they are.
         Who is inside still then is withdrawn and submitted again, or ends with an error, as invariant 3 says; also when
         swap raises, which is passed on. Raises RuntimeError when a change is under way, TimeoutError when a prompt was
         not encoded in time: nothing has happened then.
@@ -120,10 +121,11 @@ class AdmissionGate:
         withdrawn: list[Guest] = []
         try:
             await self._until(lambda: not self._num_entering, ENTERING_S)
-            try:
-                await self._until(lambda: not self._guests, drain_s)
-            except TimeoutError:
-                withdrawn = self._clear(drain_s)
+            if drain_s is not None:
+                try:
+                    await self._until(lambda: not self._guests, drain_s)
+                except TimeoutError:
+                    withdrawn = self._clear(drain_s)
             await swap()
         finally:
             self._open(withdrawn)

@@ -1,7 +1,8 @@
-"""The Serve application: a replica that holds one engine, its frontend and its HTTP API, and serves them itself.
+"""The Serve application, and the replica that holds one engine, its frontend and its HTTP API, and serves them itself.
 
-Owns what Serve needs to know (limits, health, endings) and the methods of a handle. With `ingress: direct`, replica and
-HTTP are one process, the engine its child; requests reach the ASGI application without a hop through a handle.
+Owns what Serve needs to know (limits, health, endings). With `ingress: direct`, replica and HTTP are one process, the
+engine its child; requests reach the ASGI application without a hop through a handle. The deployments of
+`ingress: resilient` are resilient.py's.
 
 Invariants:
  1. Serve's own queue limits lie far above the frontend's, so that overload is answered by the frontend (429).
@@ -15,89 +16,50 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.util.placement_group import get_current_placement_group
 
-from tournant.cluster.metrics import MetricSpec, MetricsRegistry, PrometheusBackend, Recorder
-from tournant.cluster.node_store_actor import find_store
-from tournant.cluster.ray_metrics import RayBackend
-from tournant.cluster.shard_actors import RayRanks, leader_facts, leader_threads, node_address
+from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
 from tournant.cluster.weights_actor import WeightsClient
 from tournant.cluster.weights_rollout import Weights
-from tournant.deploy.config import DEPLOYMENT_NAME, ServiceConfig, parse_config, refuse_address
+from tournant.deploy.config import DEPLOYMENT_NAME, INGRESS_NAME, ServiceConfig, parse_config, refuse_address
+from tournant.deploy.engine_host import EngineHost, TwoBackends
 from tournant.deploy.engine_swap import EngineSwap
-from tournant.deploy.errors import RequestError
-from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
+from tournant.deploy.frontend import Frontend, FrontendOptions
+from tournant.deploy.handle_methods import HandleMethods
 from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
-from tournant.deploy.openai_schema import MAX_MODEL_CHARS
+from tournant.deploy.live_config import take_up, with_user_config
+from tournant.deploy.resilient import EngineReplica, Ingress
 from tournant.deploy.startup import start_engine_swap
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.deploy.weights_loop import Change, WeightsLoop, weights_change
-from tournant.kvstore.admin import Status, StatusQuery
-from tournant.kvstore.client import ask
-from tournant.kvstore.errors import StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
-from tournant.workers.errors import ConfigError, EngineDeadError
+from tournant.workers.errors import EngineDeadError
 from tournant.workers.model_files import name_of, resolve_model
-from tournant.workers.rank_launch import RankLauncher
-from tournant.workers.replica_engine import ReplicaEngine
-from tournant.workers.sampling_params import SamplingParams
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
 GRACEFUL_SHUTDOWN_S = 10.0
+FOR_BOTH = ("health_check_period_s", "health_check_timeout_s", "graceful_shutdown_wait_loop_s")
 SPARE_REQUESTS = 1024  # room in Serve's limits for requests that never reach an engine
 
 
-class _TwoBackends:
-    """Records every metric both for `/metrics` and in Ray."""
-
-    def __init__(self, prometheus: PrometheusBackend) -> None:
-        self._backends = (prometheus, RayBackend())
-
-    def recorder(self, spec: MetricSpec, model_name: str) -> Recorder:
-        first, second = (backend.recorder(spec, model_name) for backend in self._backends)
-
-        def record(value: float, values: tuple[str, ...]) -> None:
-            first(value, values)
-            second(value, values)
-
-        return record
-
-
 @serve.ingress()
-class Replica:
-    """One replica of the service.
-
-    args: of a ServiceConfig, as `ServiceConfig.to_args` gives them; store_folder: where the node store's socket is put,
-    None = a temporary folder of this user.
-    """
+class Replica(EngineHost, HandleMethods):
+    """One replica of the service; arguments as of `EngineHost`."""
 
     def __init__(self, args: Mapping[str, Any], store_folder: str | None = None) -> None:
-        self._config = parse_config(args)
-        self._store_folder = store_folder
-        self._store_socket: str | None = None
+        EngineHost.__init__(self, args, store_folder)
+        self._args = self._config  # without what `user_config` changes
         self._frontend: Frontend | None = None
-        self._name = ""
-        self._group = get_current_placement_group()
-        self._make_ranks: Callable[..., RayRanks]
-        self._find_there: Callable[[], str] | None = None  # the store of the node where it is called
-        self._ranks: RayRanks | None = None  # of the latest engine, if it has several
+        self._make_change: Callable[[float], Change]
         self._rollout: WeightsClient
-        self._following: WeightsLoop | None = None
         self._change: Change
-        _log_to_stderr(self._config.log_level)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         """Called by Serve once after construction: load everything and return the HTTP application.
@@ -126,7 +88,7 @@ class Replica:
         """Everything above the engine, and what changes it. weights: those it runs."""
         self._name = config.served_model_name or name_of(config.model)
         prometheus = PrometheusBackend()
-        self._metrics = MetricsRegistry(self._name, _TwoBackends(prometheus))
+        self._metrics = MetricsRegistry(self._name, TwoBackends(prometheus))
         options = FrontendOptions(
             config.request_timeout_s, config.engine.enable_prefix_caching, tiers=self._store_socket is not None
         )
@@ -139,38 +101,10 @@ class Replica:
         if self._following is not None:
             self._following.on_epoch = note_epoch
         resolve = partial(resolve_model, dtype=config.weights_dtype, cache_dir=config.cache_path)
-        self._change = weights_change(frontend, engine, resolve, config.weights_drain_s)
+        self._make_change = partial(weights_change, frontend, engine, resolve)
+        self._change = self._make_change(config.weights_drain_s)
         http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
         return build_http_app(lambda: frontend, http, self._metrics, prometheus, self._rollout)
-
-    def _find_store(self) -> str | None:
-        """The node store's socket, once the store runs; None where there is to be none."""
-        engine = self._config.engine
-        on_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(ray.get_gpu_ids()))
-        plan = self._config.store_plan(on_gpu=on_gpu)
-        if plan is not None:
-            self._find_there = partial(find_store, plan, serve.get_replica_context().app_name, self._store_folder)
-            self._store_socket = self._find_there()
-        return self._store_socket
-
-    def _prepare_ranks(self) -> ServiceConfig:
-        """What rank 0 is started with: threads that the operator has left open are this node's, shared by its ranks.
-
-        Raises ConfigError without a placement group.
-        """
-        if self._group is None:
-            raise ConfigError("a replica of several ranks needs a placement group; leave placement_group_bundles out")
-        engine = self._config.engine
-        threads = engine.num_threads
-        self._make_ranks = partial(RayRanks, self._group, node_address(), threads)
-        if threads is None:
-            engine = replace(engine, num_threads=leader_threads(self._group, engine.num_ranks))
-        return self._config.model_copy(update={"engine": engine})
-
-    def _launcher(self) -> RankLauncher:
-        """Of a new set of ranks."""
-        self._ranks = self._make_ranks(find_store=self._find_there)
-        return self._ranks
 
     @property
     def frontend(self) -> Frontend:
@@ -178,6 +112,15 @@ class Replica:
         if self._frontend is None:
             raise EngineDeadError("the engine is not ready yet")
         return self._frontend
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve once this replica is ready, and when `user_config` changes.
+
+        Raises ConfigError for what cannot change without a restart; nothing has changed then.
+        """
+        self._config = with_user_config(self._args, user_config)
+        take_up(self._config, self.frontend)
+        self._change = self._make_change(self._config.weights_drain_s)
 
     async def check_health(self) -> None:
         """Called by Serve: raises EngineDeadError unless the engine can generate or is being ended on purpose, and when
@@ -190,50 +133,28 @@ class Replica:
         if not await frontend.healthy() and not frontend.stopping:  # asked last: it may have begun meanwhile
             raise EngineDeadError("the engine cannot generate")
 
-    async def describe(self) -> dict[str, Any]:
-        """Facts: model, weights_id, epoch, device, dtype, whether quantised weights are multiplied as they are,
-        writer_id, engine_pid, the tokens of context, pool and longest sequence, and of the node store, if there is one,
-        its socket and `admin.Status`. Of an engine of several ranks: `RankFacts` of each, restarting, and last_end, why
-        the set of ranks before this one ended.
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Called by Serve once this replica is ready: for routers, tokens of a block, blocks of the device, and how
+        many requests it takes before it refuses more.
         """
-        info, weights = self.frontend.engine.info, self.frontend.served_weights
+        info = self.frontend.engine.info
         return {
-            "model": self._name,
-            "weights_id": weights.weights_id,
-            "epoch": weights.epoch,
-            "device": info.device,
-            "dtype": info.dtype,
-            "native_weights": "native" in info.namespace.numerics.split("/"),
-            "writer_id": info.writer_id,
-            "engine_pid": info.pid,
-            **self._describe_ranks(info.pid),
-            "max_model_len": info.max_model_len,
-            "pool_tokens": info.pool_tokens,
-            "max_sequence_tokens": info.max_sequence_tokens,
-            "kv_store": await self._describe_store(),
+            "block_tokens": info.block_tokens,
+            "pool_blocks": info.pool_tokens // info.block_tokens,
+            "max_requests": info.max_num_seqs + info.max_queued_requests,
         }
 
-    def _describe_ranks(self, leader_pid: int) -> dict[str, Any]:
-        swap = self.frontend.engine
-        engine = swap.engine if isinstance(swap, EngineSwap) else swap
-        if self._ranks is None or not isinstance(engine, ReplicaEngine):
-            return {"ranks": []}
-        facts = [leader_facts(leader_pid), *self._ranks.facts()]
-        return {
-            "ranks": [asdict(rank) for rank in facts],
-            "restarting": engine.restarting,
-            "last_end": engine.last_end,
-        }
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve five times in a look-back: the load, as autoscaling.py has it."""
+        return self._load(None if self._frontend is None else self._frontend.engine)
 
-    async def _describe_store(self) -> dict[str, Any] | None:
-        socket = self._store_socket
-        if socket is None:
-            return None
-        try:
-            found = await asyncio.to_thread(ask, Path(socket), StatusQuery())
-            return {"socket": socket, **asdict(cast(Status, found))}
-        except (StoreUnavailable, StoreRefused) as error:
-            return {"socket": socket, "error": str(error)}
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve every few seconds, and sent to every router when it changes: so only what changes seldom."""
+        return {"draining": self._frontend is None or self._frontend.stopping}
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts as `EngineHost._describe` has them."""
+        return await self._describe(self.frontend.engine, self.frontend.served_weights)
 
     async def end_engine(self) -> None:
         """End the engine now; what runs fails. For `tournant serve`, which then lets the node store end."""
@@ -248,100 +169,9 @@ class Replica:
             if self._frontend is not None:
                 await self._frontend.stop()
 
-    async def update_weights(self, model: str | None, tag: str | None = None) -> int:
-        """Begin to give all replicas, one after another, other weights; returns the epoch that the update has.
-
-        model: as in the configuration; tag: names the update, so that this can be called again. Requests go on. Raises
-        UpdateRunning while another update is not over, UpdateUnavailable when none can be begun now.
-        """
-        if model is not None and (not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS):
-            raise RequestError(
-                f"model is {model!r:.100}; it must be text of 1 to {MAX_MODEL_CHARS} characters", "model"
-            )
-        return await self._rollout.update(model, tag or uuid.uuid4().hex)
-
-    async def weights_status(self) -> dict[str, Any]:
-        """`Status.to_plain` of the roll-out. Raises UpdateUnavailable."""
-        return (await self._rollout.status()).to_plain()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        **sampling: Any,
-    ) -> dict[str, Any]:
-        """Whole answers to one prompt (text, token ids or chat messages) as a plain `Completion`, with weights_id,
-        epoch and system_fingerprint of what they were made by.
-
-        sampling: fields of SamplingParams. Raises RequestError for what can never be served, Overloaded,
-        EngineDeadError, GenerationFailed. Cancelling the call stops the engine's work.
-        """
-        completion = await self.frontend.generate(
-            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
-        )
-        plain = asdict(completion) | completion.served_by.to_plain()
-        del plain["served_by"]
-        if (tiers := completion.usage.cached_by_tier) is not None:
-            plain["usage"]["cached_by_tier"] = tiers._asdict()
-        return plain
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        **sampling: Any,
-    ) -> AsyncIterator[dict[str, Any]]:
-        """As `generate`, piece by piece: plain dicts with index, text, token_ids, logprobs, finish_reason, stop_reason,
-        weights_id, epoch and system_fingerprint.
-
-        Call it through `handle.options(stream=True)`. Leaving the iteration stops the engine's work.
-        """
-        stream = await self.frontend.stream(
-            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
-        )
-        try:
-            async for delta in stream:
-                if delta.error is not None:
-                    raise delta.error
-                yield {
-                    "index": delta.index,
-                    "text": delta.text,
-                    "token_ids": delta.token_ids,
-                    "logprobs": delta.logprobs and [(token_id, asdict(entry)) for token_id, entry in delta.logprobs],
-                    "finish_reason": delta.finish_reason,
-                    "stop_reason": delta.stop_reason,
-                    **stream.served_by.to_plain(),
-                }
-        finally:
-            stream.cancel()
-
     async def __del__(self) -> None:
         """Called by Serve, which awaits it, when this replica ends."""
         await self._end()
-
-
-def _sampling(fields: dict[str, Any]) -> SamplingParams:
-    try:
-        return SamplingParams.from_wire(fields)
-    except (TypeError, ValueError) as error:
-        raise RequestError(str(error).replace("SamplingParams.__init__() got an", "sampling:")) from error
-
-
-def _log_to_stderr(level: str) -> None:
-    """Our own loggers of a Ray worker write to its standard error, which Ray collects."""
-    logger = logging.getLogger("tournant")
-    logger.setLevel(level.upper())
-    logger.propagate = False
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
 
 
 def gpus_wanted(device: str, in_cluster: float) -> int:
@@ -381,12 +211,12 @@ def placement(engine: EngineConfig) -> dict[str, Any]:
     }
 
 
-def make_app(
-    config: ServiceConfig, deployment_options: Mapping[str, Any] | None = None, store_folder: str | None = None
-) -> Application:
-    """The application for a configuration. deployment_options: overrides of what Serve is told about the replica;
-    store_folder: as `Replica` says.
-    """
+def serve_options(
+    config: ServiceConfig,
+    deployment_options: Mapping[str, Any] | None = None,
+    ingress_options: Mapping[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """What Serve is told about each deployment, by its name; arguments as of `make_app`."""
     engine = config.engine
     capacity = engine.max_num_seqs + engine.max_queued_requests
     options: dict[str, Any] = {
@@ -399,9 +229,36 @@ def make_app(
         "graceful_shutdown_wait_loop_s": 0.2,
         **placement(engine),
     }
-    options |= deployment_options or {}
-    deployment = serve.deployment(name=DEPLOYMENT_NAME, **options)(Replica)
-    app: Application = deployment.bind(config.to_args(), store_folder)
+    if "autoscaling_config" in (deployment_options or {}):
+        del options["num_replicas"]  # Serve takes one of them
+    if config.ingress == "direct":
+        return {DEPLOYMENT_NAME: options | dict(deployment_options or {})}
+    ingress = {key: value for key, value in options.items() if key in FOR_BOTH} | {"max_queued_requests": -1}
+    ingress["max_ongoing_requests"] = 4 * capacity * config.num_replicas + SPARE_REQUESTS
+    ingress["graceful_shutdown_timeout_s"] = config.request_timeout_s  # its requests end before it does
+    options["graceful_shutdown_timeout_s"] = config.weights_drain_s + GRACEFUL_SHUTDOWN_S
+    return {
+        DEPLOYMENT_NAME: options | dict(deployment_options or {}),
+        INGRESS_NAME: ingress | dict(ingress_options or {}),
+    }
+
+
+def make_app(
+    config: ServiceConfig,
+    deployment_options: Mapping[str, Any] | None = None,
+    store_folder: str | None = None,
+    ingress_options: Mapping[str, Any] | None = None,
+) -> Application:
+    """The application for a configuration. deployment_options: overrides of what Serve is told about the replica;
+    ingress_options: the same about the ingress, if that is a deployment of its own; store_folder: as `EngineHost` says.
+    """
+    options = serve_options(config, deployment_options, ingress_options)
+    replica = Replica if config.ingress == "direct" else EngineReplica
+    app: Application = serve.deployment(name=DEPLOYMENT_NAME, **options[DEPLOYMENT_NAME])(replica).bind(
+        config.to_args(), store_folder
+    )
+    if config.ingress == "resilient":
+        app = serve.deployment(name=INGRESS_NAME, **options[INGRESS_NAME])(Ingress).bind(config.to_args(), app)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The command line: `tournant serve`, `chat`, `weights`, `kv` and `version`.
+"""The command line: `tournant serve`, `chat`, `config`, `weights`, `kv` and `version`.
 
 Owns flags, what is printed, exit codes and the environment that Ray is given; it is the only place that looks at
 environment variables. It stays light: Ray and the model live in the process of local_ray.py, which `serve` watches over
@@ -33,6 +33,7 @@ from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
+from tournant.deploy.config_cli import config_app
 from tournant.deploy.http_client import DEFAULT_URL
 from tournant.deploy.kv_cli import kv_app, show_bytes
 from tournant.deploy.kv_store_config import KV_STORE_KEYS, absolute_folder
@@ -62,6 +63,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve a language model on Ray, and talk to it.",
 )
+app.add_typer(config_app, name="config")
 app.add_typer(kv_app, name="kv")
 app.add_typer(weights_app, name="weights")
 
@@ -135,7 +137,7 @@ def serve(
     num_replicas: Annotated[int | None, Flag(rich_help_panel=SERVICE, help="Engines that share requests [1].")] = None,
     request_timeout_s: Annotated[float | None, Flag(rich_help_panel=SERVICE, help="Longest request [600].")] = None,
     max_body_bytes: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Largest request body [8MiB].")] = None,
-    ingress: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Way in: direct.")] = None,
+    ingress: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Way in: direct or resilient.")] = None,
     log_level: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="debug, info, warning or error.")] = None,
     cache_dir: Annotated[str | None, Flag(rich_help_panel=SERVICE, help="Where converted models are kept.")] = None,
     device: Annotated[str | None, Flag(rich_help_panel=ENGINE, help=f"{', '.join(DEVICES)}.")] = None,

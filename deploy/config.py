@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -42,14 +41,14 @@ from tournant.deploy.kv_store_config import (
     KVStoreConfig,
     read_kv_store,
 )
+from tournant.deploy.yaml_file import read_yaml
 from tournant.kvstore.config import parse_bytes
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 
 APP_NAME = "tournant"
-DEPLOYMENT_NAME = "Replica"
+DEPLOYMENT_NAME, INGRESS_NAME = "Replica", "Ingress"
 IMPORT_PATH = "tournant.deploy.app:build_app"
-MAX_FILE_BYTES = 64 << 10
 
 ADVANCED_KEYS = frozenset({"block_tokens", "max_num_batched_tokens", "num_in_flight", "num_threads", "quantization"})
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
@@ -156,7 +155,7 @@ def _engine_config(value: Any) -> Any:
             continue
         for key, item in (data or {}).items():
             if key not in known:
-                faults.append(_unknown_key(f"{section}.{key}", _ALL_KEYS))
+                faults.append(unknown_key(f"{section}.{key}", _ALL_KEYS))
                 continue
             try:
                 found[key] = _bytes(key, item) if key == "kv_cache_bytes" else item
@@ -174,7 +173,7 @@ def _kv_store_config(value: Any) -> Any:
     section = {} if value.own is None else value.own
     if not isinstance(section, Mapping):
         raise ValueError(f"kv_store is {reprlib.repr(section)}; it must be a mapping of names to values")
-    faults = [_unknown_key(f"kv_store.{key}", _ALL_KEYS) for key in section if key not in KV_STORE_KEYS]
+    faults = [unknown_key(f"kv_store.{key}", _ALL_KEYS) for key in section if key not in KV_STORE_KEYS]
     try:
         found = read_kv_store({key: item for key, item in section.items() if key in KV_STORE_KEYS}, value.advanced)
     except ConfigError as error:
@@ -190,9 +189,11 @@ class ServiceConfig(BaseModel):
     model: folder with config.json and safetensors, a .gguf file, or a hub id; None = SmolLM2-135M-Instruct;
     served_model_name: what clients call it, None = the model's own name; host, port: where `tournant serve` listens
     (a Serve file says it in http_options); num_replicas: engines that share the requests; request_timeout_s: longest
-    life of a request; max_body_bytes: largest request body; ingress: "direct" = every replica serves HTTP itself;
+    life of a request; max_body_bytes: largest request body; ingress: "direct" = every replica serves HTTP itself,
+    "resilient" = a deployment of its own does, and answers go on in another engine when theirs is lost;
     log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder;
-    weights_drain_s: how long running requests may go on when the weights are changed (a key of `advanced:`).
+    weights_drain_s: how long running requests may go on when the weights are changed, and with a resilient ingress when
+    a replica ends (a key of `advanced:`).
     engine: `EngineConfig`; kv_store: `KVStoreConfig`; `advanced:` may set more of both.
     """
 
@@ -207,7 +208,7 @@ class ServiceConfig(BaseModel):
     max_body_bytes: Annotated[
         int, BeforeValidator(partial(_bytes, "max_body_bytes")), Field(ge=1 << 10, le=1 << 30)
     ] = 8 << 20
-    ingress: Literal["direct"] = "direct"
+    ingress: Literal["direct", "resilient"] = "direct"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     cache_dir: str | None = None
     engine: Annotated[InstanceOf[EngineConfig], BeforeValidator(_engine_config)] = EngineConfig()
@@ -281,17 +282,22 @@ class ServiceConfig(BaseModel):
         return plain | {section: values for section, values in sections.items() if values}
 
 
+_TOP_KEYS = frozenset(ServiceConfig.model_fields) - SERVICE_ADVANCED_KEYS | {"advanced"}
 _ALL_ADVANCED = ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS
 _ALL_KEYS = [
-    *(key for key in ServiceConfig.model_fields if key not in SERVICE_ADVANCED_KEYS),
-    "advanced",
+    *sorted(_TOP_KEYS),
     *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
     *(f"kv_store.{key}" for key in sorted(KV_STORE_KEYS)),
     *(f"advanced.{key}" for key in sorted(_ALL_ADVANCED - FAULT_KEYS)),  # those are for tests
 ]
 
 
-def _unknown_key(key: str, known: Iterable[str]) -> str:
+def is_known_key(key: str) -> bool:
+    """Whether a configuration has this key, named with its section."""
+    return key in _ALL_KEYS
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
     """ "unknown key x; did you mean y?", where a key in the wrong section counts as near; else what its section has."""
     last = {name.rpartition(".")[2]: name for name in known}
     section, _, wrong = str(key).rpartition(".")
@@ -317,11 +323,9 @@ def _fault(details: Any) -> str:
     key, value = ".".join(str(part) for part in details["loc"]), details["input"]
     match details["type"]:
         case "extra_forbidden":
-            return _unknown_key(key, _ALL_KEYS)
+            return unknown_key(key, _ALL_KEYS)
         case "value_error":
             return str(details["ctx"]["error"])
-        case "literal_error" if key == "ingress" and value == "resilient":
-            return "ingress is 'resilient', which is not available yet; use 'direct'"
         case "literal_error":
             return (
                 f"{key} is {reprlib.repr(value)}; it must be one of {details['ctx']['expected'].replace(' or ', ', ')}"
@@ -337,7 +341,8 @@ class ServeFile(BaseModel):
     """A Serve file with one application, ours, as `tournant serve` carries it out.
 
     proxy_location, http_options: of Serve's proxies, without host and port, which are in config;
-    deployment_options: overrides of what Serve is told about the replica.
+    deployment_options: overrides of what Serve is told about the replica; ingress_options: the same of the ingress, if
+    that is a deployment of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -348,33 +353,30 @@ class ServeFile(BaseModel):
     proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] | None = None
     http_options: dict[str, Any] = {}
     deployment_options: dict[str, Any] = {}
+    ingress_options: dict[str, Any] = {}
 
 
 def load_config_file(path: Path) -> ServeFile:
     """Read a Serve file.
 
-    Raises ConfigError when it cannot be read, is larger than MAX_FILE_BYTES, is not YAML, or holds something unknown or
-    something that only `serve deploy` carries out.
+    Raises ConfigError as `read_yaml` does, and when the file holds something unknown or something that only
+    `serve deploy` carries out. A file of `args` alone is the configuration of one service.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-        data = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path)
     try:
         return _serve_file(data)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
+def is_args(data: Any) -> bool:
+    """Whether a file holds `args` alone, not what Serve reads."""
+    return isinstance(data, Mapping) and not data.keys() & SERVE_KEYS and bool(data.keys() & _TOP_KEYS)
+
+
 def _serve_file(data: Any) -> ServeFile:
+    if is_args(data):
+        return ServeFile(config=parse_config(data))
     faults = _faults_of_keys("", data, SERVE_KEYS, SERVE_KEYS_USED)
     applications = data.get("applications") if isinstance(data, Mapping) else None
     http = data.get("http_options") or {} if isinstance(data, Mapping) else {}
@@ -389,32 +391,43 @@ def _serve_file(data: Any) -> ServeFile:
         faults.append(
             f"applications[0].import_path is {reprlib.repr(app.get('import_path'))}; it must be {IMPORT_PATH}"
         )
-    overrides = app.get("deployments") or []
-    if not isinstance(overrides, list) or len(overrides) > 1:
-        faults.append(f"applications[0].deployments must be a list of one deployment, {DEPLOYMENT_NAME}")
-        overrides = []
-    for override in overrides:
-        faults += _faults_of_keys("applications[0].deployments[0]", override, DEPLOYMENT_KEYS, DEPLOYMENT_KEYS)
-        if isinstance(override, Mapping) and override.get("name") != DEPLOYMENT_NAME:
-            name = override.get("name")
-            faults.append(f"applications[0].deployments[0].name is {reprlib.repr(name)}; it must be {DEPLOYMENT_NAME}")
     config = ServiceConfig()
     try:
         config = parse_config(refuse_address(app.get("args") or {}))
         config = parse_config({**config.to_args(), **{key: http[key] for key in ("host", "port") if key in http}})
     except ConfigError as error:
         faults.append(str(error))
-    if faults:
+    names = [DEPLOYMENT_NAME, INGRESS_NAME] if config.ingress == "resilient" else [DEPLOYMENT_NAME]
+    options, more = _deployments(app.get("deployments") or [], names)
+    if faults := [*more, *faults]:
         raise ConfigError("\n".join(faults))
-    options = {key: value for override in overrides for key, value in override.items() if key != "name"}
     plain = {
         "name": app.get("name", APP_NAME),
         "route_prefix": app.get("route_prefix", "/"),
         "proxy_location": data.get("proxy_location"),
         "http_options": {key: value for key, value in http.items() if key not in ("host", "port")},
-        "deployment_options": options,
+        "deployment_options": options.get(DEPLOYMENT_NAME, {}),
+        "ingress_options": options.get(INGRESS_NAME, {}),
     }
     return _validated(ServeFile, {"config": config, **plain})
+
+
+def _deployments(overrides: Any, names: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What a file tells Serve about deployments, by name, and its faults. names: of those that there are."""
+    if not isinstance(overrides, list) or len(overrides) > len(names):
+        count = "one deployment" if len(names) == 1 else f"at most {len(names)} deployments"
+        return {}, [f"applications[0].deployments must be a list of {count}, {' and '.join(names)}"]
+    found: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    for place, override in enumerate(overrides):
+        where = f"applications[0].deployments[{place}]"
+        faults += _faults_of_keys(where, override, DEPLOYMENT_KEYS, DEPLOYMENT_KEYS)
+        if isinstance(override, Mapping):
+            name = override.get("name")
+            if name not in names or name in found:
+                faults.append(f"{where}.name is {reprlib.repr(name)}; it must be {' or '.join(names)}")
+            found[str(name)] = {key: value for key, value in override.items() if key != "name"}
+    return found, faults
 
 
 def refuse_address(args: Any) -> Any:
@@ -429,7 +442,7 @@ def _faults_of_keys(section: str, data: Any, known: frozenset[str], used: frozen
         return [f"{section or 'the file'} is {reprlib.repr(data)}; it must be a mapping of names to values"]
     prefix = f"{section}." if section else ""
     faults = [
-        _unknown_key(prefix + str(key), [prefix + name for name in sorted(known)]) for key in data if key not in known
+        unknown_key(prefix + str(key), [prefix + name for name in sorted(known)]) for key in data if key not in known
     ]
     faults += [
         f"{prefix}{key} is known to Serve, but `tournant serve` does not carry it out; use `serve deploy`"

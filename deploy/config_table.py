@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from tournant.deploy import kv_store_config
 from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig, parse_config
 from tournant.deploy.kv_store_config import KVStoreConfig
+from tournant.deploy.live_config import LIVE_KEYS
 from tournant.kvstore.server_flags import HELP
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
@@ -35,7 +36,8 @@ MEANINGS = {
     "num_replicas": "engines that share the requests",
     "request_timeout_s": "longest life of a request",
     "max_body_bytes": "largest body of a request",
-    "ingress": "way in: direct, every replica serves HTTP itself",
+    "ingress": "way in: direct, every replica serves HTTP itself; resilient, a deployment of its own does, and answers "
+    "go on in another engine when theirs is lost",
     "log_level": "of the service's own logs",
     "cache_dir": "where converted models are kept; null: the user's cache folder",
     "engine.device": "auto takes the first NVIDIA GPU where there is one",
@@ -92,7 +94,7 @@ _WORDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true
 def tables() -> str:
     """All tables as Markdown. Raises KeyError for a key without a meaning."""
     return "\n\n".join(
-        f"## {title}\n\n| key | type | default | limits | meaning |\n|---|---|---|---|---|\n"
+        f"## {title}\n\n| key | type | default | limits | live | meaning |\n|---|---|---|---|---|---|\n"
         + "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
         for title, rows in (
             ("The service", _service_rows("")),
@@ -105,7 +107,7 @@ def tables() -> str:
     )
 
 
-Row = tuple[str, str, str, str, str]
+Row = tuple[str, str, str, str, str, str]
 
 
 def _service_rows(section: str) -> Iterator[Row]:
@@ -164,7 +166,8 @@ def _row(key: str, annotation: str, default: Any, limits: str, meaning: str = ""
     words = "size" if kind == "int" and name.endswith("_bytes") else _WORDS[kind]
     if words == "size":
         limits = re.sub(r"\d+", lambda found: _plain(name, int(found[0])), limits)
-    return name, words, _plain(name, default), "" if limits == words else limits, meaning
+    live = "yes" if key in LIVE_KEYS else ""
+    return name, words, _plain(name, default), "" if limits == words else limits, live, meaning
 
 
 def _plain(name: str, value: Any) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,16 +22,16 @@ from tournant.cluster.metrics import RequestRecord
 from tournant.deploy.admission_gate import AdmissionGate
 from tournant.deploy.errors import PromptTooLong, RequestError
 from tournant.deploy.generation import Completion, GenerationStream
+from tournant.deploy.health import PROBE_TIMEOUT_S, RECENT_STEP_S, Health
 from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.block import key_chain
 from tournant.workers.engine_client import EngineClient
 from tournant.workers.errors import EngineDeadError, Overloaded
-from tournant.workers.messages import EngineInfo, EngineRequest, RequestOutput
+from tournant.workers.messages import EngineInfo, EngineRequest
 from tournant.workers.sampling_params import SamplingParams
 
 MAX_PRIORITY = 1 << 30
-PROBE_PRIORITY = -(1 << 31)  # before every request of a client
 RESET_TIMEOUT_S = 10.0
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -44,14 +43,18 @@ class FrontendOptions:
 
     request_timeout_s: longest life of a request; enable_prefix_caching: compute keys for prompts; recent_step_s: an
     engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take;
-    tiers: the engine has a node store, so usage tells where cached tokens lay.
+    tiers: the engine has a node store, so usage tells where cached tokens lay; max_resumes: how many engines may die
+    under an answer before it fails, 0 where there is no other engine to go on with it; max_queued_requests: answers
+    that may wait beyond those that run, None or more than that = as many as the engine takes.
     """
 
     request_timeout_s: float = 600.0
     enable_prefix_caching: bool = True
-    recent_step_s: float = 10.0
-    probe_timeout_s: float = 5.0
+    recent_step_s: float = RECENT_STEP_S
+    probe_timeout_s: float = PROBE_TIMEOUT_S
     tiers: bool = False
+    max_resumes: int = 0
+    max_queued_requests: int | None = None
 
 
 class Frontend:
@@ -75,7 +78,9 @@ class Frontend:
         self._on_request_end = on_request_end
         self._outstanding = 0
         self._stopping = False
-        self._probe: asyncio.Task[bool] | None = None
+        self._health = Health(
+            engine, lambda: self.gate.closed, self.options.recent_step_s, self.options.probe_timeout_s
+        )
 
     @property
     def num_outstanding(self) -> int:
@@ -110,9 +115,9 @@ class Frontend:
         async with self.gate.entry(num_answers, self.options.request_timeout_s):
             yield
 
-    async def change_weights(self, swap: Callable[[], Awaitable[Tokenizer]], drain_s: float) -> None:
+    async def change_weights(self, swap: Callable[[], Awaitable[Tokenizer]], drain_s: float | None) -> None:
         """Let running requests finish for `drain_s`, then change what `engine` runs by `swap`, which returns the new
-        weights' tokenizer or raises; requests wait meanwhile. Errors and endings as `AdmissionGate.change`.
+        weights' tokenizer or raises; requests wait meanwhile. Errors, endings and None as `AdmissionGate.change`.
         """
 
         async def change() -> None:
@@ -122,7 +127,10 @@ class Frontend:
 
     def _check_room(self, num_answers: int, taken: int) -> None:
         info = self.engine.info
-        capacity = info.max_num_seqs + info.max_queued_requests
+        queued = self.options.max_queued_requests
+        capacity = info.max_num_seqs + min(
+            info.max_queued_requests, info.max_queued_requests if queued is None else queued
+        )
         if num_answers > capacity:
             raise RequestError(
                 f"the request asks for {num_answers} answers at once; this server holds at most "
@@ -183,9 +191,18 @@ class Frontend:
             for token_ids, limit in zip(prompts, limits, strict=True)
         ]
         again = partial(self._submit_again, cache_salt, priority)
-        tiers = self.options.tiers
+        options = self.options
         stream = GenerationStream(
-            engine, self.tokenizer, params, requests, self._release, join_deltas, tiers, again, self.served_weights
+            engine,
+            self.tokenizer,
+            params,
+            requests,
+            self._release,
+            join_deltas,
+            options.tiers,
+            again,
+            self.served_weights,
+            options.max_resumes,
         )
         self._outstanding += len(stream.answers)
         self.gate.enter(stream)
@@ -242,15 +259,7 @@ class Frontend:
         """Whether the engine can generate: it made a step recently, or does so now, or will when it has been started
         anew (`engine.restarting`). Concurrent calls share a probe.
         """
-        engine = self.engine
-        if not engine.alive or self.gate.closed or engine.restarting:
-            return engine.alive
-        if engine.last_step_time and time.monotonic() - engine.last_step_time <= self.options.recent_step_s:
-            return True
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.get_running_loop().create_task(self._run_probe())
-        probed = await asyncio.shield(self._probe)
-        return probed or (engine.alive and (self.gate.closed or engine.restarting))
+        return await self._health.healthy()
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all reusable blocks. True only if the engine did so, within RESET_TIMEOUT_S."""
@@ -304,7 +313,10 @@ class Frontend:
         keys: list[bytes] = []
         if self.options.enable_prefix_caching:
             keys = key_chain(digest, token_ids, self.engine.info.block_tokens)
-        return EngineRequest(self.engine.new_request_id(), token_ids, engine_params, keys, digest, cache_salt, priority)
+        number, weights_id = self.engine.new_request_id(), self.engine.info.namespace.weights_id
+        return EngineRequest(
+            number, token_ids, engine_params, keys, digest, cache_salt, priority, weights_id=weights_id
+        )
 
     def _release(self, stream: GenerationStream) -> None:
         self._outstanding -= len(stream.answers)
@@ -325,28 +337,6 @@ class Frontend:
         stream.begin_again(requests, self.served_weights)
         for number, (request, _) in enumerate(requests):
             self.engine.submit(request, stream.sink(number))
-
-    async def _run_probe(self) -> bool:
-        """Generate one token from a prompt of one token."""
-        engine = self.engine
-        reasons: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def sink(output: RequestOutput) -> None:
-            if output.finish_reason is not None and not reasons.done():
-                reasons.set_result(output.finish_reason)
-
-        token_id = next(iter(engine.info.eos_token_ids), 0)
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = EngineRequest(
-            engine.new_request_id(), [token_id], params, [], engine.info.namespace.digest(), priority=PROBE_PRIORITY
-        )
-        try:
-            engine.submit(request, sink)
-            return await asyncio.wait_for(reasons, self.options.probe_timeout_s) in ("length", "stop")
-        except (TimeoutError, EngineDeadError):
-            return False
-        finally:
-            engine.abort([request.request_id])
 
 
 def _check_call(cache_salt: str | None, priority: int, timeout_s: float | None) -> None:

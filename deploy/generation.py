@@ -1,12 +1,14 @@
-"""The answers of one request while they are generated: token log, text, stop strings, and the stream a caller reads.
+"""The answers of one request while they are generated, and the stream a caller reads.
 
-Owns the token log of every answer (the truth a later failover resumes from) and the way from engine outputs to
-`Delta`s. It does not decide what is admitted and does not know HTTP (frontend.py, http_server.py).
+Owns the way from engine outputs to `Delta`s, and what becomes of an answer whose engine is lost. It does not decide
+what is admitted and does not know HTTP (frontend.py, http_server.py).
 
 Invariants:
  1. Every answer ends with exactly one Delta that has a finish_reason, unless the caller cancelled.
  2. What waits for a slow reader is bounded by the answers' max_tokens; an answer's deltas are joined while they wait.
  3. Once a stream is over, the engine holds none of its requests and the frontend's count is given back.
+ 4. An answer is resumed from its token log, in an engine on the same weights, as a request of its own; what another
+    engine says of it is not heard any more. So nothing is given out twice, and nothing is left out.
 """
 
 from __future__ import annotations
@@ -15,141 +17,20 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from tournant.cluster.metrics import RequestRecord
-from tournant.deploy.detokenizer import Detokenizer
+from tournant.deploy.answers import Answer, Delta, LoggedToken
 from tournant.deploy.errors import GenerationFailed
+from tournant.deploy.resume import MAX_TURNS, rest_of, wait_s
 from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.engine_client import EngineClient, OutputSink
-from tournant.workers.messages import EngineRequest, RequestOutput, TokenLogprobs
+from tournant.workers.errors import EngineDeadError
+from tournant.workers.messages import LOST_DEAD, LOST_WEIGHTS, EngineRequest, RequestOutput, TokenLogprobs
 from tournant.workers.sampling_params import SamplingParams
-
-LoggedToken = tuple[int, TokenLogprobs]  # a token of the answer's text and its log-probabilities
-
-
-@dataclass(slots=True)
-class Delta:
-    """What was added to one answer.
-
-    index: place of the answer (prompt number x n + answer number); parts: pieces of final text; token_ids: new entries
-    of the token log; logprobs: of tokens whose text is final, so it may lag behind token_ids; finish_reason: "stop",
-    "length" or "error" on the last Delta; stop_reason: the stop string or stop token id that ended it, None for
-    end-of-text; num_generated: tokens of all answers of the request so far; error: set with finish_reason "error".
-    """
-
-    index: int
-    parts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    num_generated: int = 0
-    logprobs: list[LoggedToken] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    error: GenerationFailed | None = None
-
-    @property
-    def text(self) -> str:
-        """What this Delta adds to the answer's text; may be empty."""
-        return "".join(self.parts)
-
-    def merge(self, later: Delta) -> None:
-        """Append the next Delta of the same answer."""
-        self.parts += later.parts
-        self.token_ids += later.token_ids
-        self.num_generated = later.num_generated
-        if self.logprobs is None:
-            self.logprobs = later.logprobs
-        elif later.logprobs is not None:
-            self.logprobs += later.logprobs
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
-
-
-class Answer:
-    """Token log and text of one answer."""
-
-    __slots__ = (
-        "_detokenizer",
-        "_held_logprobs",
-        "_params",
-        "finish_reason",
-        "index",
-        "num_told",
-        "pending",
-        "stop_reason",
-        "token_ids",
-    )
-
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self.index = index
-        self.token_ids: list[int] = []  # the token log, a final stop token included
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.pending: Delta | None = None  # the latest Delta that waits in the stream for its reader
-        self.num_told = 0  # entries of the token log that deltas have carried
-        self._params = params
-        self._detokenizer = Detokenizer(tokenizer, params)
-        self._held_logprobs: deque[tuple[int, int, LoggedToken]] = deque()  # with first and last character of its text
-
-    def take(self, output: RequestOutput) -> Delta:
-        """Log the tokens of one engine output and return what they add; sets finish_reason when the answer is over."""
-        params, detokenizer = self._params, self._detokenizer
-        token_ids, finish_reason = output.token_ids, output.finish_reason
-        if params.max_tokens == 0:  # asked for prompt log-probabilities only; the engine had to make one token
-            self.finish_reason = finish_reason and "length"
-            return Delta(self.index, finish_reason=self.finish_reason)
-        visible = token_ids
-        if finish_reason == "stop" and output.stop_token is not None and not params.include_stop_str_in_output:
-            visible = token_ids[:-1]
-        before = detokenizer.num_tokens
-        if params.logprobs is None or output.logprobs is None:
-            text = detokenizer.feed(visible)
-        else:
-            text = self._feed_with_logprobs(token_ids, len(visible), output.logprobs)
-        if finish_reason is not None and detokenizer.stopped is None:
-            text += detokenizer.finish()
-        if detokenizer.stopped is not None:
-            token_ids = token_ids[: detokenizer.num_tokens - before]
-            finish_reason, self.stop_reason = "stop", detokenizer.stopped
-        elif output.stop_token is not None and output.stop_token in params.stop_token_ids:
-            self.stop_reason = output.stop_token
-        self.token_ids += token_ids
-        self.finish_reason = finish_reason
-        logprobs = None if params.logprobs is None else self._release_logprobs()
-        return Delta(self.index, [text] if text else [], [], 0, logprobs, finish_reason, self.stop_reason)
-
-    def fail(self, error: GenerationFailed) -> Delta:
-        """End the answer with an error."""
-        self.finish_reason = "error"
-        return Delta(self.index, finish_reason="error", error=error)
-
-    def _feed_with_logprobs(self, token_ids: list[int], num_visible: int, logprobs: list[TokenLogprobs]) -> str:
-        """`Detokenizer.feed` token by token. A stop token has an entry, though no text: clients count on it."""
-        detokenizer = self._detokenizer
-        text = ""
-        for place, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
-            start = detokenizer.num_decoded
-            if place < num_visible:
-                text += detokenizer.feed((token_id,))
-            self._held_logprobs.append((start, detokenizer.num_decoded, (token_id, entry)))
-            if detokenizer.stopped is not None:
-                break
-        return text
-
-    def _release_logprobs(self) -> list[LoggedToken]:
-        """Entries of tokens whose text was given out; at a stop string those that lie behind the cut are dropped."""
-        released: list[LoggedToken] = []
-        emitted = self._detokenizer.num_emitted
-        stopped = self._detokenizer.stopped is not None
-        while self._held_logprobs:
-            start, end, entry = self._held_logprobs[0]
-            if (start >= emitted) if stopped else (end > emitted):
-                break
-            released.append(entry)
-            self._held_logprobs.popleft()
-        return released
 
 
 class CachedTokens(NamedTuple):
@@ -162,16 +43,23 @@ class CachedTokens(NamedTuple):
 
 @dataclass(slots=True)
 class PromptState:
-    """One prompt of a request and what the engine said about it; times in seconds."""
+    """One prompt of a request, as it was given to its first engine, and what that said about it (`noted`); times in
+    seconds.
+    """
 
-    token_ids: list[int]
-    engine_request_id: int
+    request: EngineRequest
     max_tokens: int
+    noted: bool = False
     cached_tokens: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens."""
+        return self.request.token_ids
 
 
 @dataclass(slots=True)
@@ -226,17 +114,20 @@ class GenerationStream:
         tiers: bool,
         submit_again: Callable[[GenerationStream], None],
         served_by: ServedWeights,
+        max_resumes: int = 0,
     ) -> None:
         self.params = params
         self.arrival = time.monotonic()
         self.first_token_time: float | None = None
-        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
-        self.answers = [Answer(index, tokenizer, params) for index in range(len(requests) * params.n)]
         self.tokenizer = tokenizer
         self.delivered = False  # whether its reader has been given anything
         self.served_by = served_by  # may become other weights until something is delivered
         self._submit_again = submit_again
+        self._max_resumes = max_resumes
         self._engine = engine
+        self.prompts: list[PromptState]
+        self.answers: list[Answer]
+        self._take_up(requests)
         self._on_end = on_end
         self._join_deltas = join_deltas and params.logprobs is None
         self._tiers = tiers
@@ -289,7 +180,7 @@ class GenerationStream:
         """Take it back from the engine and forget what was generated: nothing was `delivered`. Its time runs on."""
         self._abort_all()
         self._pending.clear()
-        self.answers = [Answer(answer.index, self.tokenizer, self.params) for answer in self.answers]
+        self._take_up([(prompt.request, prompt.max_tokens) for prompt in self.prompts])
         self.first_token_time, self._num_generated, self._unfinished = None, 0, len(self.answers)
 
     def submit_again(self) -> None:
@@ -299,7 +190,17 @@ class GenerationStream:
     def begin_again(self, requests: list[tuple[EngineRequest, int]], served_by: ServedWeights) -> None:
         """What it is submitted as now, and to which weights."""
         self.served_by = served_by
-        self.prompts = [PromptState(request.token_ids, request.request_id, limit) for request, limit in requests]
+        self._take_up(requests)
+
+    def _take_up(self, requests: list[tuple[EngineRequest, int]]) -> None:
+        """Begin with nothing said."""
+        self.prompts = [PromptState(request, limit) for request, limit in requests]
+        self.answers = [
+            Answer(number * self.params.n + index, request.request_id, self.tokenizer, self.params)
+            for number, (request, _) in enumerate(requests)
+            for index in range(self.params.n)
+        ]
+        self._info = self._engine.info
 
     def fail(self, error: GenerationFailed) -> None:
         """Stop the work in the engine and end all answers that are not over with an error."""
@@ -392,10 +293,13 @@ class GenerationStream:
 
     def _take(self, prompt_number: int, output: RequestOutput) -> None:
         answer = self.answers[prompt_number * self.params.n + output.index]
-        if self._over or answer.finish_reason is not None:
+        if self._over or answer.finish_reason is not None or output.request_id != answer.request_id:
             return
         prompt = self.prompts[prompt_number]
-        if output.index == 0:
+        if output.lost is not None and self._goes_on(answer, output.lost):
+            return
+        if output.index == 0 and output.finish_reason != "error" and not prompt.noted:
+            prompt.noted = True
             self._note_first_output(prompt, output)
         if output.finish_reason in ("error", "abort"):
             delta = answer.fail(self._failure(output))
@@ -406,7 +310,7 @@ class GenerationStream:
             if self.first_token_time is None and self._num_generated:
                 self.first_token_time = time.monotonic()
             if isinstance(delta.stop_reason, str) and output.finish_reason is None:  # the engine cannot know
-                self._engine.abort_answer(prompt.engine_request_id, output.index)
+                self._engine.abort_answer(answer.request_id, output.index)
         self._add(answer, delta)
 
     def _note_first_output(self, prompt: PromptState, output: RequestOutput) -> None:
@@ -421,7 +325,53 @@ class GenerationStream:
         if output.prefill_ms is not None:
             prompt.prefill_s = output.prefill_ms / 1000
 
+    def _goes_on(self, answer: Answer, lost: str) -> bool:
+        """Whether an answer whose engine is lost is begun again, or goes on, in another one."""
+        if not self._max_resumes:
+            return False
+        if lost == LOST_WEIGHTS:
+            return self._begin_anew()
+        answer.num_deaths += lost == LOST_DEAD
+        answer.num_turns += 1
+        if answer.num_deaths > self._max_resumes or answer.num_turns > MAX_TURNS:
+            return False
+        answer.request_id = self._engine.new_request_id()  # from now on the one before is not heard
+        loop = asyncio.get_running_loop()
+        loop.call_later(wait_s(answer.num_turns), self._submit_rest, answer, answer.request_id)
+        return True
+
+    def _begin_anew(self) -> bool:
+        """On the weights of now, if nobody has seen anything of the old ones' answers."""
+        if self.delivered:
+            return False
+        self.withdraw()
+        try:
+            self.submit_again()
+        except (ValueError, RuntimeError) as error:
+            self.fail(GenerationFailed(f"after the weights were changed: {error}", "weights_changed"))
+        return True
+
+    def _submit_rest(self, answer: Answer, request_id: int) -> None:
+        if self._over or answer.finish_reason is not None or answer is not self.answers[answer.index]:
+            return
+        number, index = divmod(answer.index, self.params.n)
+        prompt = self.prompts[number]
+        given = prompt.prompt_logprobs is not None
+        request = rest_of(prompt.request, request_id, answer.token_ids, index, self._info, prompt_is_told=given)
+        try:
+            self._engine.submit(request, self.sink(number))
+        except EngineDeadError as error:
+            self._add(answer, answer.fail(GenerationFailed(f"{error}; send the request again", "engine_dead")))
+
     def _failure(self, output: RequestOutput) -> GenerationFailed:
+        if output.lost == LOST_WEIGHTS:
+            return GenerationFailed(f"{output.error}; send the request again", "weights_changed")
+        if output.lost is not None and self._max_resumes:
+            return GenerationFailed(
+                f"the answer was lost {self._max_resumes + 1} times, the last time because {output.error}; send the "
+                "request again",
+                "engine_dead",
+            )
         if not self._engine.alive or self._engine.restarting:
             return GenerationFailed(
                 f"the engine ended: {output.error or 'no reason given'}; send the request again", "engine_dead"
@@ -477,7 +427,7 @@ class GenerationStream:
         self.fail(GenerationFailed(f"the request took longer than its limit of {timeout_s:g} s", "timeout"))
 
     def _abort_all(self) -> None:
-        self._engine.abort([prompt.engine_request_id for prompt in self.prompts])
+        self._engine.abort(list(dict.fromkeys(answer.request_id for answer in self.answers)))
 
     def _end(self) -> None:
         self._over = True

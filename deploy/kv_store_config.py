@@ -216,6 +216,11 @@ def read_kv_store(section: Any, advanced: Mapping[str, Any]) -> KVStoreConfig:
     return config
 
 
+def tier_values(config: KVStoreConfig) -> dict[str, Any]:
+    """Every key of `advanced:` that is about tiers, with the value chosen or else its default."""
+    return {key: item.default for key, (_, item) in _NAMES.items()} | dict(config.advanced)
+
+
 def absolute_folder(folder: str) -> str:
     """A folder as it is named on a command line, relative to the current one too. Raises ConfigError as `expanded`."""
     return str(expanded(folder if folder.startswith(("/", "~")) else str(Path(folder).absolute())))

@@ -94,7 +94,7 @@ def deploy(plan: ServeFile, folder: Path) -> dict[str, Any]:
     http = {**plan.http_options, "host": config.host, "port": config.port}
     serve.start(proxy_location=plan.proxy_location, http_options=http, logging_config=QUIET)
     options = {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options}
-    app = make_app(config, options, str(folder))
+    app = make_app(config, options, str(folder), {"logging_config": QUIET, **plan.ingress_options})
     try:
         handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
     except RuntimeError:

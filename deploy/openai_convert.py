@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
+from tournant.deploy.answers import Delta, LoggedToken
 from tournant.deploy.detokenizer import Detokenizer
-from tournant.deploy.generation import CompletedAnswer, Completion, Delta, GenerationStream, LoggedToken, Usage
+from tournant.deploy.generation import CompletedAnswer, Completion, GenerationStream, Usage
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.messages import TokenLogprobs
 from tournant.workers.sampling_params import SamplingParams

@@ -14,13 +14,12 @@ from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.kv_store_config import in_words_of_the_user
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.errors import StoreConfigError, StoreRefused
-from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import EngineClient, ProcessEngineClient
 from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles, check_unchanged, resolve_model
+from tournant.workers.model_files import ModelFiles, resolve_model
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks, RankLauncher
-from tournant.workers.replica_engine import ReplicaEngine
+from tournant.workers.replica_engine import ReplicaEngine, start_unchanged
 
 StartedEngine = ProcessEngineClient | ReplicaEngine
 Engine = TypeVar("Engine", bound=EngineClient)
@@ -41,7 +40,7 @@ async def start_engine(
     then.
     """
     files, offload = await _prepare(config, config.model, progress, find_store)
-    starting = launch_engine(config.engine, files, offload, make_launcher)
+    starting = launch_engine(config, files, offload, make_launcher)
     tokenizer, engine = await _with_tokenizer(files, starting)
     return files, tokenizer, engine
 
@@ -59,22 +58,24 @@ async def start_engine_swap(
     files, offload = await _prepare(config, model, None, find_store)
 
     async def start(found: ModelFiles) -> StartedEngine:
-        await asyncio.to_thread(check_unchanged, found, config.cache_path)
-        return await launch_engine(config.engine, found, offload, make_launcher)
+        return await launch_engine(config, found, offload, make_launcher)
 
     return await _with_tokenizer(files, EngineSwap.start(start, files))
 
 
 async def launch_engine(
-    config: EngineConfig,
+    config: ServiceConfig,
     files: ModelFiles,
     offload: OffloadConfig | None,
     make_launcher: Callable[[], RankLauncher] = LocalRanks,
 ) -> StartedEngine:
-    """Start an engine; one of several ranks comes back when it ends. Errors as of `ProcessEngineClient.start`."""
-    if config.num_ranks == 1:
-        return await ProcessEngineClient.start(config, files, offload=offload)
-    return await ReplicaEngine.start(config, files, offload=offload, make_launcher=make_launcher)
+    """Start an engine; one of several ranks comes back when it ends. Errors as of `start_unchanged` and
+    `ProcessEngineClient.start`.
+    """
+    engine, cache = config.engine, config.cache_path
+    if engine.num_ranks == 1:
+        return await start_unchanged(files, cache, lambda: ProcessEngineClient.start(engine, files, offload=offload))
+    return await ReplicaEngine.start(engine, files, offload=offload, make_launcher=make_launcher, cache_dir=cache)
 
 
 async def _prepare(

@@ -24,6 +24,7 @@ from tournant.cluster.weights_rollout import Action, Order, Phase, Report, Updat
 from tournant.deploy.engine_swap import EngineSwap, SwapFailed
 from tournant.deploy.frontend import Frontend
 from tournant.deploy.tokenizer import Tokenizer
+from tournant.workers.engine_server import EngineServer
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.model_files import ModelFiles
 
@@ -183,13 +184,7 @@ def weights_change(
     """
 
     async def change(weights: Weights) -> str:
-        files = await asyncio.to_thread(resolve, weights.model)
-        weights_id = files.weights_id.hex()
-        if weights.weights_id not in ("", weights_id):
-            raise ConfigError(
-                f"{weights.model!r} is {weights_id[:12]} here and {weights.weights_id[:12]} where it was loaded first; "
-                "give every node the same files, then update again"
-            )
+        files = await _files_of(weights, resolve)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, files.folder)
 
         async def swap() -> Tokenizer:
@@ -198,6 +193,46 @@ def weights_change(
             return tokenizer
 
         await frontend.change_weights(swap, drain_s)
-        return weights_id
+        return files.weights_id.hex()
 
     return change
+
+
+def stream_change(
+    server: EngineServer,
+    engine: EngineSwap,
+    resolve: Callable[[str | None], ModelFiles],
+    drain_s: float,
+    tell: Callable[[], None],
+) -> Change:
+    """The change of a replica that serves `engine` to frontends elsewhere, who resume what is not over after drain_s.
+    tell: called when it drains, and when it serves again; the rest as of `weights_change`.
+    """
+
+    async def change(weights: Weights) -> str:
+        files = await _files_of(weights, resolve)
+        epoch, model = server.epoch, server.model
+        server.begin_drain(drain_s)
+        tell()
+        try:
+            await server.drained()
+            await engine.swap(files)
+            epoch, model = weights.epoch, weights.model
+        finally:
+            server.serve_again(epoch, model)
+            tell()
+        return files.weights_id.hex()
+
+    return change
+
+
+async def _files_of(weights: Weights, resolve: Callable[[str | None], ModelFiles]) -> ModelFiles:
+    """The files of weights here. Raises ConfigError when they are not those that others have."""
+    files = await asyncio.to_thread(resolve, weights.model)
+    weights_id = files.weights_id.hex()
+    if weights.weights_id not in ("", weights_id):
+        raise ConfigError(
+            f"{weights.model!r} is {weights_id[:12]} here and {weights.weights_id[:12]} where it was loaded first; "
+            "give every node the same files, then update again"
+        )
+    return files

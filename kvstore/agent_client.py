@@ -56,9 +56,9 @@ class AgentClient:
         """Questions that were not answered."""
         return len(self._asked)
 
-    def locate(self, keys: Sequence[bytes]) -> int:
+    def locate(self, keys: Sequence[bytes], part: Part) -> int:
         """Ask which other node holds the most of these keys; the number of the question. Raises StoreUnavailable."""
-        return self._ask(Locate(self._next(), tuple(keys)))
+        return self._ask(Locate(self._next(), tuple(keys), part))
 
     def bring(
         self,

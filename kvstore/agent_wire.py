@@ -23,7 +23,7 @@ from tournant.kvstore.record import MAX_KV_FORM_BYTES, MAX_PAYLOAD_BYTES
 from tournant.kvstore.wire import FRAME_HEADER, WireError
 
 AGENT_SOCKET = "agent"  # beside the store's socket
-AGENT_PROTOCOL = 1
+AGENT_PROTOCOL = 2
 MAX_KEYS = 1 << 14  # of one question
 MAX_FRAME_BYTES = MAX_KEYS * KEY_BYTES + 4096
 MAX_NODE_LETTERS = 128
@@ -35,15 +35,17 @@ _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Which other node holds the most leading ones of these keys? Answered by `Located`."""
+    """Which other node holds the most leading ones of these keys? part: wanted of them. Answered by `Located`."""
 
     request: int
     keys: tuple[bytes, ...]
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """Copy blocks of a chain from a node into this node's store, as far as that goes in time. Answered by `Brought`.
+    """Copy blocks of a chain from a node into this node's store, as far as that goes in time. One that has none of them
+    in this part is taken for another one that is known to hold the keys. Answered by `Brought`.
 
     node: as in `Located`; depth: place of the first key in its chain, as far as the asker knows; part, weights_id,
     kv_form, tenant_check: of the asking engine (`client.Identity`); slot_bytes: of its blocks, each size once.
@@ -63,7 +65,9 @@ class Bring:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A hint: `count` leading keys are with `node`, in RAM or on NVMe; 0 and "" when none is known to be elsewhere."""
+    """A hint: `count` leading keys are with `node`, in RAM or on NVMe; 0 and "" when none is known to be elsewhere. In
+    which parts it has them is not known.
+    """
 
     request: int
     count: int
@@ -153,7 +157,7 @@ def _pack(value: Any) -> Any:
 
 _WIDE, _COUNT, _NODE = _number(0, _U64), _number(0, MAX_KEYS), _text(MAX_NODE_LETTERS)
 _SCHEMAS: dict[int, tuple[type, tuple[Callable[[Any], Any], ...]]] = {
-    1: (Locate, (_WIDE, _keys)),
+    1: (Locate, (_WIDE, _keys, _part)),
     2: (
         Bring,
         (

@@ -28,6 +28,14 @@ def pytest_configure() -> None:
     RAY_GUARD.install()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several test processes: all that starts Ray in one of them, first since it takes longest; else by file."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    for item in items:
+        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)  # a tolerance that holds for one draw may not for another

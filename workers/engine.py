@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from tournant.workers.batch import Batch, PendingStep
@@ -22,10 +23,12 @@ from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 from tournant.workers.group_link import GroupLink
-from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from tournant.workers.messages import LOST_DEAD, EngineInfo, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.sampling_params import MAX_N
 from tournant.workers.scheduler import Scheduler
 from tournant.workers.sequence import RopeSwitch, Sequence
+from tournant.workers.step_outputs import end_of_resumed
 from tournant.workers.tiering import Tiering
 from tournant.workers.transfer_messages import Link
 
@@ -157,20 +160,19 @@ class Engine:
             self._link = None
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
-        """Queue all answers of a request; returns "error" outputs instead when it can never run."""
+        """Queue all answers of a request. Returns "error" outputs instead when it can never run, and the end of an
+        answer that is resumed though it was over.
+        """
         problem = self._problem(request)
         if problem is not None:
-            return [
-                RequestOutput(request.request_id, index, [], "error", error=problem)
-                for index in range(request.params.n)
-            ]
+            return [RequestOutput(request.request_id, index, [], "error", error=problem) for index in request.indices]
         request = self._with_own_keys(request)
-        num_prompt, info = len(request.token_ids), self.info
+        num_prompt, info = len(request.token_ids) - request.num_output, self.info
         room = info.max_sequence_tokens - num_prompt
         wanted = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         sequences: list[Sequence] = []
-        for index in range(request.params.n):
+        for index in request.indices:
             self._arrivals += 1
             sequence = Sequence(
                 request,
@@ -183,6 +185,9 @@ class Engine:
                 self._clock(),
                 fork_of=sequences[0] if sequences else None,
             )
+            ended = end_of_resumed(sequence, self.scheduler.eos_token_ids)
+            if ended is not None:
+                return [ended]
             self.scheduler.add(sequence)
             sequences.append(sequence)
         self._stalled = False
@@ -197,16 +202,16 @@ class Engine:
 
     def abort_answer(self, request_id: int, index: int) -> None:
         """End one answer of a request without further outputs; the others go on. Unknown ones are ignored."""
-        sequences = self._sequences.get(request_id, [])
-        if index < len(sequences):
-            self.scheduler.abort(sequences[index])
-            self._forget_if_finished(request_id)
+        for sequence in self._sequences.get(request_id, []):
+            if sequence.index == index:
+                self.scheduler.abort(sequence)
+        self._forget_if_finished(request_id)
 
     def fail_all(self, error: str) -> list[RequestOutput]:
         """End everything with "error" after a failed step; batches in flight are given up."""
         self._in_flight.clear()
         outputs = [
-            RequestOutput(request_id, sequence.index, [], "error", error=error)
+            RequestOutput(request_id, sequence.index, [], "error", error=error, lost=LOST_DEAD)
             for request_id, sequences in self._sequences.items()
             for sequence in sequences
             if sequence.finish_reason is None
@@ -220,9 +225,16 @@ class Engine:
         return self.scheduler.blocks.reset()
 
     def _problem(self, request: EngineRequest) -> str | None:
-        num_prompt, limit = len(request.token_ids), self.info.max_sequence_tokens
+        num_tokens, limit = len(request.token_ids), self.info.max_sequence_tokens
+        if request.num_output and (request.params.n != 1 or not 0 < request.num_output < num_tokens):
+            return f"{request.num_output} of {num_tokens} tokens cannot be the output of {request.params.n} answers"
+        if not 0 <= request.first_index <= MAX_N - request.params.n:
+            return f"first_index is {request.first_index}; answers are numbered from 0 to {MAX_N - 1}"
+        num_prompt = num_tokens - request.num_output
         if num_prompt == 0:
             return "the prompt has no tokens; at least one is needed"
+        if request.num_output and num_tokens > limit:
+            return f"the answer that is to go on has {num_tokens} tokens; at most {limit} fit"
         wants_token = request.params.max_tokens != 0
         if num_prompt + wants_token > limit:
             return f"the prompt has {num_prompt} tokens; at most {limit - wants_token} fit"
@@ -248,9 +260,7 @@ class Engine:
         num_full = len(request.token_ids) // self.scheduler.blocks.block_tokens
         usable = request.namespace_digest == digest and len(request.keys) == num_full
         keys = request.keys if usable else []
-        return EngineRequest(
-            request.request_id, request.token_ids, request.params, keys, digest, request.cache_salt, request.priority
-        )
+        return replace(request, keys=keys, namespace_digest=digest)
 
     def _forget_finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:

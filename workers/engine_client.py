@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 from tournant.workers.config import EngineConfig
@@ -31,7 +31,6 @@ from tournant.workers.messages import (
     EngineRequest,
     EngineStats,
     FrameBuffer,
-    RequestOutput,
     StartMessage,
     StepMessage,
     info_from_wire,
@@ -42,9 +41,10 @@ from tournant.workers.messages import (
 )
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.open_requests import OpenRequests, Sink
 from tournant.workers.rank_launch import GroupPlace, LocalRanks, RankLauncher
 
-OutputSink = Callable[[RequestOutput], None]
+OutputSink = Sink
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 30.0
@@ -110,7 +110,7 @@ class ProcessEngineClient(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._sinks: dict[int, tuple[OutputSink, set[int]]] = {}  # request -> sink, answers still running
+        self._open = OpenRequests()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._info: EngineInfo | None = None
@@ -202,21 +202,16 @@ class ProcessEngineClient(asyncio.Protocol):
         if not self._alive:
             raise EngineDeadError("the engine process has ended; this replica must be restarted")
         self._send(request_to_wire(request))  # first: what cannot be sent leaves nothing behind
-        self._sinks[request.request_id] = (sink, set(range(request.params.n)))
+        self._open.add(request, sink)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `EngineClient.abort`."""
-        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
-        if known and self._alive:
+        if (known := self._open.drop(request_ids)) and self._alive:
             self._send(["abort", known])
 
     def abort_answer(self, request_id: int, index: int) -> None:
         """See `EngineClient.abort_answer`."""
-        _, running = self._sinks.get(request_id, (None, set()))
-        if index in running and self._alive:
-            running.discard(index)
-            if not running:
-                del self._sinks[request_id]
+        if self._open.drop_answer(request_id, index) and self._alive:
             self._send(["abort_answer", request_id, index])
 
     async def reset_prefix_cache(self) -> bool:
@@ -338,17 +333,7 @@ class ProcessEngineClient(asyncio.Protocol):
             return
         self._stats = step.stats
         self._last_step_time = time.monotonic()
-        for output in step.outputs:
-            entry = self._sinks.get(output.request_id)
-            if entry is None or output.index not in entry[1]:
-                continue
-            sink, running = entry
-            if output.finish_reason is not None:
-                self.num_finished += output.finish_reason != "error"
-                running.discard(output.index)
-                if not running:
-                    del self._sinks[output.request_id]
-            sink(output)
+        self.num_finished += self._open.deliver(step.outputs)
 
     def _end(self, why: str) -> None:
         if not self._alive:
@@ -363,7 +348,4 @@ class ProcessEngineClient(asyncio.Protocol):
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
-        sinks, self._sinks = self._sinks, {}
-        for request_id, (sink, running) in sinks.items():
-            for index in sorted(running):
-                sink(RequestOutput(request_id, index, [], "error", error=str(error)))
+        self._open.lose(str(error))

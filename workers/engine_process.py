@@ -226,9 +226,10 @@ def _add(engine: Engine, message: list[Any]) -> list[RequestOutput]:
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, InvariantViolation) as error:
         logger.exception("a request was refused")
         engine.abort(message[1])
+        first = message[9]
         return [
             RequestOutput(message[1], index, [], "error", error=f"the request makes no sense: {error}")
-            for index in range(message[3].get("n", 1))
+            for index in range(first, first + message[3].get("n", 1))
         ]
 
 

@@ -7,7 +7,8 @@ events for the engine out, in order. What a rank is told reaches it in order, an
 Invariants (checked by `validate`):
  1. The guarantees of transfer_messages.py: an answer is given when every rank has given its own, and says no more than
     the least of them: blocks found, fetched, loaded, slots lent.
- 2. All ranks read a block in one version, that every one of them has shown (I1).
+ 2. All ranks read a block in one version, that every one of them has shown (I1). What some lack and other nodes have
+    is brought first, by each for its part; then they show again what they have, and that alone counts.
  3. The engine counts on no more slots than any rank has.
  4. When a rank loses its store, all leave theirs, that one too if it has another by then, and are told nothing else
     before the engine was told and all are attached: no order outlives the attachment that it was meant for.
@@ -25,7 +26,10 @@ from tournant.kvstore.read_group import good_prefix
 from tournant.workers.link_session import refuse
 from tournant.workers.transfer_messages import (
     HOST,
+    REMOTE,
     Attached,
+    Bring,
+    Brought,
     Copied,
     Detached,
     DropStash,
@@ -58,10 +62,20 @@ Told = tuple[tuple[int, ...], Order]  # an order and the ranks that it is for
 @dataclass(slots=True)
 class _Read:
     """A lookup until every rank has ended it. found, fetched, ended: by rank; progress: good blocks of the load, by
-    rank; picks: None until every rank has answered; told: what the engine knows of the progress.
+    rank; picks: None until every rank has answered; num_local, num_found: blocks that were found in a version that all
+    have here, and with those behind them that some have to bring; wanted: blocks that the engine fetches; bringing,
+    brought: ranks that have still to say what they have then, and what the others have said; shown: the last that each
+    rank has shown; load: waits for them; told: what the engine knows of the progress.
     """
 
     progress: list[int]
+    num_local: int = 0
+    num_found: int = 0
+    wanted: int = 0
+    bringing: set[int] = field(default_factory=set)
+    brought: dict[int, Brought] = field(default_factory=dict)
+    shown: list[tuple[tuple[Shown, ...], ...]] = field(default_factory=list)
+    load: Load | None = None
     found: dict[int, Found] = field(default_factory=dict)
     fetched: dict[int, Fetched] = field(default_factory=dict)
     ended: dict[int, ReadEnded] = field(default_factory=dict)
@@ -157,7 +171,9 @@ class GroupMerge:
                 read = self._reads.get(order.read)
                 if read is not None and not read.loading:
                     read.loading = True
-                    self._tell(order)
+                    read.load = order
+                    if not read.bringing:
+                        self._tell(order)
             case EndRead():
                 read = self._reads.get(order.read)
                 if read is not None and not read.ending:
@@ -174,16 +190,22 @@ class GroupMerge:
                 self._tell(order)
             case Used():
                 self._tell(order, self._first_of_stores)
-            case Leave():
-                raise InvariantViolation("an engine does not order ranks to leave their stores")
+            case Bring() | Leave():
+                raise InvariantViolation(f"{type(order).__name__} is an order of a group's leader, not of an engine")
 
     def _fetch(self, order: Fetch) -> None:
         read = self._reads.get(order.read)
         if read is None or read.picks is None or read.fetching or read.ending:
             return
         read.fetching = True
-        picks = read.picks[: order.count]
-        self._tell(Fetch(order.read, len(picks), picks))
+        read.wanted = min(order.count, read.num_found)
+        lacking = tuple(rank for rank in self._all if len(read.shown[rank]) < read.wanted)
+        if lacking:
+            read.bringing = set(lacking)
+            self._tell(Bring(order.read, read.wanted), lacking)
+        else:
+            picks = read.picks[: read.wanted]
+            self._tell(Fetch(order.read, len(picks), picks))
 
     def _begin_down(self, number: int, down: _Down) -> None:
         for credit in (self._told, *self._credit):
@@ -205,6 +227,8 @@ class GroupMerge:
                 self._emit(Refused(f"rank {rank}: {reason}", lasting))
             case Found():
                 self._on_found(rank, event)
+            case Brought():
+                self._on_brought(rank, event)
             case Fetched():
                 self._on_fetched(rank, event)
             case Loaded():
@@ -267,14 +291,34 @@ class GroupMerge:
         read.found[rank] = event
         if len(read.found) < len(self._all):
             return
-        picks, tiers = choose([read.found[rank].versions for rank in self._all])
+        said = [read.found[rank] for rank in self._all]
+        read.shown = [one.versions for one in said]
+        picks, tiers = choose(read.shown)
+        tiers += bytes([REMOTE]) * (reach(said, len(picks)) - len(picks))
         if read.ending:
             picks, tiers = (), b""
-        read.picks = picks
-        self._emit(Found(event.read, tiers, max(one.seconds for one in read.found.values())))
-        if not picks and not read.ending and self._serving:
+        read.picks, read.num_local, read.num_found = picks, len(picks), len(tiers)
+        self._emit(Found(event.read, tiers, max(one.seconds for one in said)))
+        if not tiers and not read.ending and self._serving:
             read.ending = True
             self._tell(EndRead(event.read))
+
+    def _on_brought(self, rank: int, event: Brought) -> None:
+        """A rank has got what it could. When all have, what they have now is fetched."""
+        read = self._reads.get(event.read)
+        if read is None or rank not in read.bringing:
+            return
+        read.bringing.remove(rank)
+        read.brought[rank] = event
+        if read.bringing:
+            return
+        for other, said in read.brought.items():
+            read.shown[other] = said.versions
+        read.picks = choose(read.shown)[0][: read.wanted]
+        if self._serving and not read.ending:
+            self._tell(Fetch(event.read, len(read.picks), read.picks))
+            if read.load is not None:
+                self._tell(read.load)
 
     def _on_fetched(self, rank: int, event: Fetched) -> None:
         read = self._reads.get(event.read)
@@ -284,8 +328,19 @@ class GroupMerge:
         if len(read.fetched) == len(self._all):
             said = read.fetched.values()
             count = good_prefix(one.count for one in said)
-            num_bytes, seconds = sum(one.num_bytes for one in said), max(one.seconds for one in said)
-            self._emit(Fetched(event.read, count, num_bytes, seconds))
+            remote_s = max(one.remote_seconds for one in said)
+            self._emit(
+                Fetched(
+                    event.read,
+                    count,
+                    sum(one.num_bytes for one in said),
+                    remote_s + max(one.seconds - one.remote_seconds for one in said),
+                    min(max(one.remote_blocks for one in said), max(0, count - read.num_local)),
+                    sum(one.remote_bytes for one in said),
+                    remote_s,
+                    any(one.remote_failed for one in said),
+                )
+            )
 
     def _on_ended(self, rank: int, event: ReadEnded) -> None:
         read = self._reads.get(event.read)
@@ -390,12 +445,14 @@ class GroupMerge:
         for number, read in self._reads.items():
             if len(read.ended) == everyone:
                 raise InvariantViolation(f"I1: every rank has ended read {number}; it is still open")
+            if read.bringing and not (read.fetching and read.bringing.isdisjoint(read.brought)):
+                raise InvariantViolation(f"I4: read {number} waits for blocks of other nodes that nobody brings")
             if read.told > min(read.progress):
                 raise InvariantViolation(f"I1: the engine counts on {read.told} blocks of read {number}")
             for place, version in enumerate(read.picks or ()):
                 name = (version.writer_id, version.counter)
-                for rank, found in read.found.items():
-                    if name not in (shown[:2] for key in found.versions[place : place + 1] for shown in key):
+                for rank, shown in enumerate(read.shown):
+                    if name not in (one[:2] for key in shown[place : place + 1] for one in key):
                         raise InvariantViolation(f"I1: {version} is picked, which rank {rank} does not have")
         for number, down in self._down.items():
             if len(down.answered) == everyone or not down.copied.keys() >= down.answered.keys():
@@ -427,3 +484,16 @@ def choose(shown: Sequence[Sequence[Sequence[Shown]]]) -> tuple[tuple[Version, .
         tiers.append(best[1])
         picks.append(best[2])
     return tuple(picks), bytes(tiers)
+
+
+def reach(said: Sequence[Found], first: int) -> int:
+    """How many leading keys every rank has or is told that another node has; of `first` they have a version in common.
+    Ends where no version can be common: those who have the key share none.
+    """
+    place = first
+    while all(place < len(one.tiers) for one in said):
+        have = [{shown[:2] for shown in one.versions[place]} for one in said if place < len(one.versions)]
+        if have and (len(have) == len(said) or not set.intersection(*have)):
+            break
+        place += 1
+    return place

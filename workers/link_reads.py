@@ -2,7 +2,8 @@
 
 Owns the table of open reads. Runs on the link's thread, never waits; the copies are copy_lanes.py's. What lies on other
 nodes only is asked of the agent (remote_reads.py): it is located with the lookup, and brought into the store here when
-it is to be fetched; then the store is asked for the chain again.
+it is to be fetched; then the store is asked for the chain again. A rank of a group is told by its leader when to bring
+(`Bring`), and says what it has then before anything is fetched.
 
 Invariants:
  1. A read is listed from its order until its ReadEnded is emitted: here, or by the lane that has claimed its job.
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from tournant.kvstore.agent_wire import Brought, Located
+from tournant.kvstore.agent_wire import Brought as BroughtReply
+from tournant.kvstore.agent_wire import Located
 from tournant.kvstore.block import Part, Version
 from tournant.kvstore.events import Fetched as FetchedReply
 from tournant.kvstore.events import Opened
@@ -31,6 +33,8 @@ from tournant.workers.transfer_messages import (
     HOST,
     NVME,
     REMOTE,
+    Bring,
+    Brought,
     EndRead,
     Fetch,
     Fetched,
@@ -38,6 +42,7 @@ from tournant.workers.transfer_messages import (
     Load,
     Lookup,
     ReadEnded,
+    Shown,
 )
 
 
@@ -55,9 +60,9 @@ class _Remote:
 class _Read:
     """A lookup and what has become of it. since: of the order that is being carried out; at_store: its number there,
     0 = not asked yet; shown: every version of each key that was found, in a group of ranks; picks: the ones to be read,
-    None before the answer; told: `Found` was emitted; node, num_remote: who has so many keys behind the picks;
-    fetching: a `Fetch` was given; question: to the agent, 0 = none is open; remote: what came from the node; handles:
-    where the fetched blocks lie, None before.
+    None before the answer; told: `Found` was emitted; node, num_remote: who has so many keys behind the picks; asked,
+    bringing: a `Bring` was given, and not answered; fetching: a `Fetch` was given; question: to the agent, 0 = none is
+    open; remote: what came from the node; handles: where the fetched blocks lie, None before.
     """
 
     number: int
@@ -69,6 +74,8 @@ class _Read:
     told: bool = False
     node: str = ""
     num_remote: int = 0
+    asked: bool = False
+    bringing: bool = False
     fetching: bool = False
     question: int = 0
     remote: _Remote | None = None
@@ -101,18 +108,26 @@ class LinkReads:
         before that, and the second time.
         """
         read = self._reads.get(order.read)
-        if read is None or read.picks is None or not read.told or read.fetching:
+        if read is None or read.picks is None or not read.told or read.bringing or read.fetching:
             return
         read.fetching, read.since = True, since
-        local = len(read.picks)
-        if order.count > local and read.num_remote and self._remote is not None:
-            wanted = read.keys[local : min(order.count, local + read.num_remote)]
-            done = partial(self._brought, read, len(wanted))
-            read.question = self._remote.bring(read.node, wanted, local, done)
-            if read.question:
-                return
-        read.picks = named(read.shown, order.picks) if self._at.in_group else read.picks[: order.count]
+        if self._at.in_group:
+            read.picks = named(read.shown, order.picks)
+        elif self._ask_node(read, read.picks, order.count):
+            return
+        else:
+            read.picks = read.picks[: order.count]
         self._start_fetch(read, read.picks)
+
+    def bring(self, order: Bring, since: float) -> None:
+        """Of a group's rank: see `Bring`. Ignored before `Found`, and the second time."""
+        read = self._reads.get(order.read)
+        if read is None or read.picks is None or not read.told or read.asked or read.fetching:
+            return
+        read.asked = read.bringing = True
+        read.since = since
+        if not self._ask_node(read, read.picks, order.count):
+            self._go_on(read, read.picks)
 
     def load(self, order: Load, since: float) -> None:
         """Copy what was fetched, as soon as it is; without a fetch the read ends."""
@@ -146,16 +161,16 @@ class LinkReads:
             return
         self._at.settle("open", message.read)
         read.picks = self._chosen(message, len(read.keys))
-        if read.fetching:  # with what was brought
-            self._start_fetch(read, read.picks)
+        if self._at.in_group:
+            read.shown = shown_here(Answer(message.counts, message.rows, message.parts), self._at.part)
+        if read.told:  # what was brought is among it
+            self._go_on(read, read.picks)
             return
         missing = read.keys[len(read.picks) :]
         if missing and self._remote is not None:
             read.question = self._remote.locate(missing, partial(self._located, read))
             if read.question:
                 return
-        if self._at.in_group:
-            read.shown = shown_here(Answer(message.counts, message.rows, message.parts), self._at.part)
         self._found(read, read.picks)
 
     def _located(self, read: _Read, answer: Located | None) -> None:
@@ -169,23 +184,40 @@ class LinkReads:
     def _found(self, read: _Read, picks: list[Handle]) -> None:
         read.told = True
         tiers = bytes(map(_tier, picks)) + bytes([REMOTE]) * read.num_remote
-        versions = tuple(tuple((one.writer_id, one.counter, _tier(one)) for one in key) for key in read.shown)
-        self._at.emit(Found(read.number, tiers, self._at.clock() - read.since, versions))
+        self._at.emit(Found(read.number, tiers, self._at.clock() - read.since, _versions(read)))
         if not tiers:
             self._end(read)
 
-    def _brought(self, read: _Read, asked: int, answer: Brought | None) -> None:
+    def _ask_node(self, read: _Read, picks: Sequence[Handle], count: int) -> bool:
+        """Have what is not here of the first `count` blocks brought. False when there is nothing to be asked for."""
+        local = len(picks)
+        wanted = read.keys[local : min(count, local + read.num_remote)]
+        if not wanted or self._remote is None:
+            return False
+        done = partial(self._brought, read, len(wanted))
+        read.question = self._remote.bring(read.node, wanted, local, done)
+        return bool(read.question)
+
+    def _brought(self, read: _Read, asked: int, answer: BroughtReply | None) -> None:
         """The agent has brought what it could: ask the store again, or go on with what it had."""
         read.question = 0
         count, num_bytes = (0, 0) if answer is None else (min(answer.count, asked), answer.num_bytes)
         read.remote = _Remote(asked, count, num_bytes, self._at.clock() - read.since)
         picks = read.picks or []
         if not count:
-            self._start_fetch(read, picks)
+            self._go_on(read, picks)
             return
         self._let_go(read)
         read.picks, read.keys = None, read.keys[: len(picks) + count]
         self._open(read)
+
+    def _go_on(self, read: _Read, picks: Sequence[Handle]) -> None:
+        """Nothing more comes from other nodes: say what is here, or fetch it."""
+        if read.bringing:
+            read.bringing = False
+            self._at.emit(Brought(read.number, _versions(read)))
+        else:
+            self._start_fetch(read, picks)
 
     def fetched(self, message: FetchedReply) -> None:
         """The store has answered a fetch."""
@@ -202,7 +234,9 @@ class LinkReads:
         from_nvme = sum(handle.length for handle, was in zip(handles, read.picks, strict=False) if not was.generation)
         far = read.remote or _Remote(0, 0, 0, 0.0)
         came = (far.count, far.num_bytes, far.seconds, far.count < far.asked)
-        self._at.emit(Fetched(read.number, len(read.handles), from_nvme, self._at.clock() - read.since, *came))
+        before_s = far.seconds if self._at.in_group else 0.0  # of another order than this one
+        seconds = before_s + self._at.clock() - read.since
+        self._at.emit(Fetched(read.number, len(read.handles), from_nvme, seconds, *came))
         if read.load is not None:
             self._begin(read, *read.load)
 
@@ -326,6 +360,10 @@ def named(shown: Sequence[Sequence[Handle]], picks: Sequence[Version]) -> list[H
             break
         found.append(handle)
     return found
+
+
+def _versions(read: _Read) -> tuple[tuple[Shown, ...], ...]:
+    return tuple(tuple((one.writer_id, one.counter, _tier(one)) for one in key) for key in read.shown)
 
 
 def _tier(handle: Handle) -> int:

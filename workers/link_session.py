@@ -17,6 +17,7 @@ from tournant.workers.link_reads import LinkReads
 from tournant.workers.link_saves import LinkSaves
 from tournant.workers.remote_reads import RemoteReads
 from tournant.workers.transfer_messages import (
+    Bring,
     Copied,
     DropStash,
     EndRead,
@@ -52,7 +53,7 @@ def refuse(order: Order, emit: Callable[[Event], None]) -> None:
             emit(Stashed(order.stash, False))
         case Unstash():
             emit(Unstashed(order.stash, False))
-        case Fetch() | Load() | EndRead() | Used() | DropStash() | Leave():
+        case Bring() | Fetch() | Load() | EndRead() | Used() | DropStash() | Leave():
             return
         case _:
             assert_never(order)
@@ -144,6 +145,8 @@ class LinkSession:
         match order:
             case Lookup():
                 self._reads.lookup(order, since)
+            case Bring():
+                self._reads.bring(order, since)
             case Fetch():
                 self._reads.fetch(order, since)
             case Load():

@@ -23,6 +23,9 @@ from tournant.workers.sampling_params import SamplingParams
 MAX_FRAME_BYTES = 64 << 20
 FRAME_HEADER = struct.Struct("<I")
 LOCAL_HOST = "127.0.0.1"
+LOST_DEAD = "dead"  # the engine has ended, or a step of it failed
+LOST_MOVED = "moved"  # the engine ends soon, changes its weights, or is full
+LOST_WEIGHTS = "weights"  # no engine has its weights any more, nor will have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,11 @@ class EngineRequest:
     request_id: unique per client connection; keys: key chain of the prompt's full blocks, made in
     `namespace_digest` (an engine whose own digest differs computes them again); cache_salt: the client salt behind that
     digest; priority: lower runs earlier.
+
+    An answer that another engine has begun is resumed as a request of its own (params.n is 1 then): the last num_output
+    of token_ids are its output so far, and everything in params still counts from the prompt before them. first_index:
+    the number of the first of params.n answers, under which outputs name it. weights_id: only an engine on these
+    weights may take it, b"" for any.
     """
 
     request_id: int
@@ -78,6 +86,14 @@ class EngineRequest:
     namespace_digest: bytes = b""
     cache_salt: str | None = None
     priority: int = 0
+    num_output: int = 0
+    first_index: int = 0
+    weights_id: bytes = b""
+
+    @property
+    def indices(self) -> range:
+        """The numbers of its answers."""
+        return range(self.first_index, self.first_index + self.params.n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +113,9 @@ class RequestOutput:
     cached_tokens: prompt tokens whose KV was not computed anew, set on the first output of an answer; cached_by_tier:
     the same, by where it was found (device, host, NVMe);
     prompt_logprobs: one entry per prompt token (None for the first), on the first output of answer 0;
-    queue_ms, prefill_ms: time from arrival to first scheduling and from there to the first token, on the first output.
+    queue_ms, prefill_ms: time from arrival to first scheduling and from there to the first token, on the first output;
+    lost: of an "error" after which the answer can go on in another engine, one of LOST_DEAD, LOST_MOVED; or
+    LOST_WEIGHTS, after which only its request can begin anew.
     """
 
     request_id: int
@@ -112,6 +130,7 @@ class RequestOutput:
     queue_ms: float | None = None
     prefill_ms: float | None = None
     error: str | None = None
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +197,8 @@ class EngineStats:
     """Counters (since the engine started) and gauges, sent with every step.
 
     kv_used / kv_total: device blocks held by sequences / in the pool; prefix_*_tokens: prompt tokens looked up / found
-    in any tier; num_restoring: sequences whose blocks are on their way to the device; tiers: below the device.
+    in any tier; num_restoring: sequences whose blocks are on their way to the device; queued_tokens: of sequences that
+    wait or run, what no step computes yet, before caches were asked for it; tiers: below the device.
     """
 
     num_running: int = 0
@@ -193,6 +213,7 @@ class EngineStats:
     generation_tokens: int = 0
     num_steps: int = 0
     num_restoring: int = 0
+    queued_tokens: int = 0
     tiers: TierStats = TierStats()
 
 
@@ -206,6 +227,7 @@ class StepMessage:
     stats: EngineStats
 
 
+_RARE = ("stop_token", "cached_tokens", "cached_by_tier", "queue_ms", "prefill_ms", "error", "lost")
 _STATS = attrgetter(*(item.name for item in fields(EngineStats)))  # astuple copies deeply, and this is once per step
 _TIERS = attrgetter(*(item.name for item in fields(TierStats)))
 
@@ -261,13 +283,16 @@ def request_to_wire(request: EngineRequest) -> list[Any]:
         request.namespace_digest,
         request.cache_salt,
         request.priority,
+        request.num_output,
+        request.first_index,
+        request.weights_id,
     ]
 
 
 def request_from_wire(message: list[Any]) -> EngineRequest:
     """Inverse of `request_to_wire`. Raises ValueError or TypeError on a malformed message."""
-    _, request_id, token_ids, params, keys, digest, salt, priority = message
-    return EngineRequest(request_id, token_ids, SamplingParams.from_wire(params), keys, digest, salt, priority)
+    _, request_id, token_ids, params, *rest = message
+    return EngineRequest(request_id, token_ids, SamplingParams.from_wire(params), *rest)
 
 
 def _logprobs_to_wire(entry: TokenLogprobs | None) -> list[Any] | None:
@@ -283,11 +308,7 @@ def step_to_wire(step: StepMessage) -> list[Any]:
     outputs: list[list[Any]] = []
     for out in step.outputs:
         item: list[Any] = [out.request_id, out.index, out.token_ids, out.finish_reason]
-        extras: dict[str, Any] = {
-            name: getattr(out, name)
-            for name in ("stop_token", "cached_tokens", "cached_by_tier", "queue_ms", "prefill_ms", "error")
-            if getattr(out, name) is not None
-        }
+        extras: dict[str, Any] = {name: getattr(out, name) for name in _RARE if getattr(out, name) is not None}
         if out.logprobs is not None:
             extras["logprobs"] = [_logprobs_to_wire(entry) for entry in out.logprobs]
         if out.prompt_logprobs is not None:

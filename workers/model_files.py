@@ -336,12 +336,15 @@ def weights_id(folder: Path, cache_dir: Path) -> bytes:
 
 
 def check_unchanged(files: ModelFiles, cache_dir: Path | None) -> None:
-    """Raises ModelFormatError when a folder has other weights than when it was resolved. cache_dir: as there."""
+    """Raises ModelFormatError when a folder has other weights than when it was resolved, or none that can be read as a
+    whole, and OSError when the disk fails. cache_dir: as of `resolve_model`.
+    """
     found = weights_id(files.folder, cache_dir if cache_dir is not None else default_cache_dir())
     if found != files.weights_id:
         raise ModelFormatError(
             f"{files.folder} was overwritten: its weights are {found.hex()[:12]} now and were "
-            f"{files.weights_id.hex()[:12]}; give new weights a new path"
+            f"{files.weights_id.hex()[:12]}; restart to serve what is there now, or give new weights a new path and "
+            "run 'tournant weights update'"
         )
 
 

@@ -104,6 +104,7 @@ def _identity(shard: ShardRunner, config: OffloadConfig, stores: Sequence[str]) 
         in_group=True,
         publishes=publishes,
         local_parts=local_parts,
+        num_sharing=stores.count(stores[member.rank]),
     )
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tournant.kvstore.errors import InvariantViolation
@@ -36,12 +37,14 @@ from tournant.workers.models.decoder import REVISION
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.parallel import Shard, ShardTensors, shard_of
-from tournant.workers.rank_group import Arrival, Pipe, RankGroup, RankLost
+from tournant.workers.rank_group import Pipe, RankGroup, RankLost
 from tournant.workers.transfer_messages import Order
 from tournant.workers.transfer_wire import order_from_wire, order_to_wire
 from tournant.workers.weights import Tensors, load_checkpoint
 
 MAX_RETURNING = 16  # steps whose tokens a rank of stage 0 has not looked at
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+NO_LOGPROBS: list[Any] = [[], []]  # on the wire
 
 
 class ShardRunner(ModelRunner):
@@ -129,19 +132,19 @@ class ShardRunner(ModelRunner):
         return bool(batch.prompt_logprobs) or any(batch.rows[entry] in self._asked for entry in batch.sampling)
 
     def _return(self, pipe: Pipe, pending: DeviceStep, *, wants: bool) -> None:
-        if pending.sampled is not None:
-            pipe.return_tokens(pending.sampled.tokens)
-        if wants and self.group.member.rank % self.shard.split.tensor == 0:
-            pipe.return_message(logprobs_to_wire(pending.result()))
+        wants = wants and self.group.member.rank % self.shard.split.tensor == 0
+        if pending.sampled is not None or wants:
+            tokens = NO_TOKENS if pending.sampled is None else pending.sampled.tokens
+            pipe.return_step(tokens, logprobs_to_wire(pending.result()) if wants else None)
 
     def arrive_until(self, last: _Returning | None = None) -> None:
         """Wait for the tokens of steps on their way, in their order, up to this one; of all when it is None."""
         while self._returning and (last is None or not last.arrived):
             self._returning.popleft().arrive()
 
-    def remember(self, step: ForwardInput, tokens: torch.Tensor) -> None:
-        """Note tokens [N] on the CPU that the last stage chose for a step."""
-        (moved,) = self.device.upload([np.ascontiguousarray(tokens.numpy())])
+    def remember(self, step: ForwardInput, tokens: npt.NDArray[np.int64]) -> None:
+        """Note tokens int64 [N] that the last stage chose for a step."""
+        (moved,) = self.device.upload([tokens])
         self.inputs.remember(step, moved)
 
 
@@ -154,9 +157,9 @@ class _Returning:
         self._runner = runner
         self._pipe = pipe
         self._step: ForwardInput | None = step
+        self._count = count
         self._takes_logprobs = takes_logprobs
-        self._arrival: Arrival | None = pipe.expect_tokens(count) if count else None
-        self._tokens: list[int] = []
+        self._result = StepResult(token_ids=[])
 
     @property
     def arrived(self) -> bool:
@@ -165,19 +168,21 @@ class _Returning:
 
     def arrive(self) -> None:
         """Wait for the tokens and let later steps know them. Idempotent; steps arrive in their order."""
-        if self._step is not None and self._arrival is not None:
-            tokens = self._arrival.wait()
-            with torch.inference_mode():
-                self._runner.remember(self._step, tokens)
-            self._tokens = tokens.tolist()
+        if self._step is not None and (self._count or self._takes_logprobs):
+            tokens, logprobs = self._pipe.take_step(self._count)
+            if self._count:
+                with torch.inference_mode():
+                    self._runner.remember(self._step, tokens)
+            try:
+                self._result = logprobs_from_wire(logprobs or NO_LOGPROBS, tokens.tolist())
+            except (ValueError, TypeError) as error:
+                raise InvariantViolation(f"the last stage returned what are no log-probabilities: {error}") from error
         self._step = None
 
     def result(self) -> StepResult:
         """Wait for the last stage. Raises RankLost."""
         self._runner.arrive_until(self)
-        if not self._takes_logprobs:
-            return StepResult(token_ids=self._tokens)
-        return logprobs_from_wire(self._pipe.take_message(), self._tokens)
+        return self._result
 
 
 class _Guarded:
@@ -281,7 +286,11 @@ class RankServer:
             case ["idle"]:
                 return
             case ["batch", int(number), int(digest), list(data)]:
-                self._carry_out(partial(self._run, number, digest, batch_from_wire(data)))
+                try:
+                    batch = batch_from_wire(data)
+                except (ValueError, TypeError) as error:
+                    raise InvariantViolation(f"the leader told what is no batch: {error}") from error
+                self._carry_out(partial(self._run, number, digest, batch))
             case ["orders", list(ranks), list(orders)] if self._submit is not None:
                 if self._group.member.rank in ranks:
                     self._submit([order_from_wire(order) for order in orders])

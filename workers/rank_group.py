@@ -1,8 +1,9 @@
-"""One group of ranks that run a model together, over torch.distributed: who is in it, and how they speak.
+"""One group of ranks that run a model together: who is in it, and how they speak.
 
-Owns the process groups of one writer id: a gloo group for agreeing while the model loads, one for control (the leader
-tells, all others hear), and for data one per stage (sums and joins), one from stage to stage, one for tokens on their
-way back. Data goes over NCCL on GPUs, over gloo otherwise. What is said is parallel_runner.py's business.
+Owns the process groups of one writer id, over torch.distributed: a gloo group for agreeing while the model loads, and
+for data one per stage (sums and joins) and one from stage to stage, over NCCL on GPUs, over gloo otherwise. What the
+leader tells, and tokens on their way back, go over lines of rank_lines.py. What is said is parallel_runner.py's
+business.
 
 Invariants:
  1. A group belongs to one (model, writer id); a set of ranks that is started anew forms another. Nothing of the old one
@@ -15,30 +16,27 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import msgpack
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed re-exports them untyped
 
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.errors import ConfigError
-from tournant.workers.messages import LOCAL_HOST
+from tournant.workers.messages import LOCAL_HOST, pack_frame
+from tournant.workers.rank_lines import RankLine, form_lines
 from tournant.workers.split import Split
 
-CONTROL_BYTES = 16 << 10  # of the one buffer that carries a step; more goes in a second one
-MAX_MESSAGE_BYTES = 64 << 20
 MAX_OUTSTANDING = 64  # sends that a rank leaves open; more than batches in flight need
-LENGTH = struct.Struct("<Q")
-TOKENS_TAG, SIZE_TAG, RESULT_TAG = 1, 2, 3
+TOKEN = np.dtype("<i8")
 BOUND_GLOO = "gloo_at"  # gloo that listens on an address of our choice, where torch's takes what the host's name means
 
 
@@ -48,14 +46,16 @@ class RankLost(RuntimeError):  # noqa: N818 - a state of the world
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank's place in a group. timeout_s: longest wait for one another at work; forming_s: the same while models
-    load. data: "gloo" or "nccl"; address: of this machine, at which other ranks reach this one over gloo.
+    """A rank's place in a group. token: what its ranks alone know; timeout_s: longest wait for one another at work;
+    forming_s: the same while models load. data: "gloo" or "nccl"; address: of this machine, at which other ranks reach
+    this one.
     """
 
     model: str
     writer_id: int
     split: Split
     rank: int
+    token: bytes = field(repr=False)
     data: str = "gloo"
     timeout_s: float = 60.0
     forming_s: float = 600.0
@@ -137,46 +137,30 @@ class StageRanks:
         return parts.to(part.device)
 
 
-class Arrival:
-    """Something that is on its way to this rank."""
-
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
-        self._tensor = tensor
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        """It, once it is here. Raises RankLost."""
-        if self._work is not None:
-            with _lost("receive from another stage"):
-                self._work.wait()
-            self._work = None
-        return self._tensor
-
-
 class Pipe:
     """From a rank to its likes in other stages: hidden states forward, tokens and log-probabilities back to stage 0.
 
-    Sends return at once, whether or not anyone receives yet. All raise RankLost.
+    Sends return at once, whether or not anyone receives yet. All raise RankLost. lines: of this rank.
     """
 
-    def __init__(self, member: Membership, forward: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
+    def __init__(self, member: Membership, forward: dist.ProcessGroup, lines: Mapping[int, RankLine]) -> None:
         split, rank = member.split, member.rank
         self._forward: dist.ProcessGroup | None = forward
-        self._back: dist.ProcessGroup | None = back
         self._backend = member.data
         self._next, self._previous = rank + split.tensor, rank - split.tensor
-        self._first, self._last = rank % split.tensor, rank % split.tensor + split.size - split.tensor
+        first, last = rank % split.tensor, rank % split.tensor + split.size - split.tensor
+        self._line = lines.get(first if rank == last else last)
         self._open: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def leave(self) -> None:
-        """Let go of the groups: connections end with the last hold on them."""
-        self._forward = self._back = None
+        """Let go of the group: connections end with the last hold on it."""
+        self._forward = None
         self._open.clear()
 
     def send_on(self, residual: torch.Tensor) -> None:
         """To the stage after this one."""
         moved = residual.cpu() if self._backend == "gloo" else residual
-        self._send(moved.contiguous(), self._next, self._forward, 0)
+        self._send(moved.contiguous(), self._next)
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the stage before this one."""
@@ -185,35 +169,32 @@ class Pipe:
             dist.recv(found, self._previous, group=self._forward)
         return found.to(device)
 
-    def return_tokens(self, tokens: torch.Tensor) -> None:
-        """Tokens int64 [N] of a step, from the last stage."""
-        self._send(tokens.cpu(), self._first, self._back, TOKENS_TAG)
+    @property
+    def _back(self) -> RankLine:
+        if self._line is None:
+            raise InvariantViolation("no tokens begin or end their way at a stage between the first and the last")
+        return self._line
 
-    def expect_tokens(self, count: int) -> Arrival:
-        """Tokens int64 [count] that stage 0 is to get; asked for in the order of steps."""
-        tokens = torch.empty(count, dtype=torch.int64)
-        with _lost("expect tokens"):
-            return Arrival(tokens, dist.irecv(tokens, self._last, group=self._back, tag=TOKENS_TAG))
+    def return_step(self, tokens: torch.Tensor, logprobs: list[Any] | None) -> None:
+        """Tokens int64 [N] of a step from the last stage, and plain types behind them; to the first stage."""
+        with _lost("return tokens"):
+            self._back.send(pack_frame(["step", tokens.cpu().numpy().astype(TOKEN).tobytes(), logprobs]))
 
-    def return_message(self, message: list[Any]) -> None:
-        """Anything of plain types, from the last stage."""
-        data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
-        self._send(torch.tensor([len(data)]), self._first, self._back, SIZE_TAG)
-        self._send(data, self._first, self._back, RESULT_TAG)
+    def take_step(self, count: int) -> tuple[npt.NDArray[np.int64], list[Any] | None]:
+        """What `return_step` sent, in the order of steps; waits for it. Raises InvariantViolation, too, when it is not
+        of so many tokens.
+        """
+        line = self._back
+        with _lost("receive tokens"):
+            message = line.receive()
+        match message:
+            case ["step", bytes(data), (list() | None) as logprobs] if len(data) == count * TOKEN.itemsize:
+                return np.frombuffer(bytearray(data), TOKEN), logprobs
+        raise InvariantViolation(f"{line.name} returned something else than a step of {count} tokens")
 
-    def take_message(self) -> list[Any]:
-        """What `return_message` sent; waits for it."""
-        size = torch.empty(1, dtype=torch.int64)
-        with _lost("receive a result"):
-            dist.recv(size, self._last, group=self._back, tag=SIZE_TAG)
-            data = torch.empty(_checked_size(int(size)), dtype=torch.uint8)
-            dist.recv(data, self._last, group=self._back, tag=RESULT_TAG)
-        message: list[Any] = _unpack(data)
-        return message
-
-    def _send(self, tensor: torch.Tensor, to: int, group: dist.ProcessGroup | None, tag: int) -> None:
+    def _send(self, tensor: torch.Tensor, to: int) -> None:
         with _lost("send to another stage"):
-            self._open.append((dist.isend(tensor, to, group=group, tag=tag), tensor))
+            self._open.append((dist.isend(tensor, to, group=self._forward), tensor))
             _reap(self._open)
 
 
@@ -228,12 +209,11 @@ class RankGroup:
         self.member = member
         self._store = PrefixStore(f"{member.model}/{member.writer_id:016x}", store)
         self._lock = threading.Lock()
-        self._open: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
         self._ended = threading.Event()
         self._told = threading.Event()  # since the last look of the thread that keeps the group awake
         self._lost: RankLost | None = None
         self._keeper: threading.Thread | None = None
-        self._control: dist.ProcessGroup | None = None
+        self._lines: dict[int, RankLine] = {}
         self.stage: StageRanks | None = None
         self.pipe: Pipe | None = None
         split, rank, forming = member.split, member.rank, timedelta(seconds=member.forming_s)
@@ -249,11 +229,21 @@ class RankGroup:
         try:
             self.agree("weights_id", weights_id)
             with _lost("form the groups of a split"):
-                self._control = self._group(list(range(split.size)), "gloo")
+                self._lines = self._form_lines()
                 self.stage, self.pipe = self._data_groups(ordered)
         except BaseException:
             self.close()
             raise
+
+    def _form_lines(self) -> dict[int, RankLine]:
+        member = self.member
+        times = {"forming_s": member.forming_s, "timeout_s": member.timeout_s}
+
+        def get(name: str) -> str:
+            found: bytes = self._store.get(name)
+            return found.decode()
+
+        return form_lines(member.split, member.rank, member.token, member.address, self._store.set, get, **times)
 
     def _group(self, ranks: list[int], backend: str) -> Any:
         timeout = timedelta(seconds=self.member.timeout_s)
@@ -270,8 +260,7 @@ class RankGroup:
             mine, place = groups[split.stage_of(member.rank)], member.rank % split.tensor
             stage = StageRanks(mine, split.tensor, place, member.data, ordered=ordered)
         if split.pipeline > 1:
-            everyone = list(range(split.size))
-            pipe = Pipe(member, self._group(everyone, member.data), self._group(everyone, "gloo"))
+            pipe = Pipe(member, self._group(list(range(split.size)), member.data), self._lines)
         return stage, pipe
 
     @property
@@ -335,34 +324,22 @@ class RankGroup:
         """
         if self._lost is not None:
             raise RankLost(str(self._lost))
-        data = LENGTH.pack(0) + msgpack.packb(message)
-        buffer = bytearray(max(len(data), CONTROL_BYTES))
-        buffer[: len(data)] = data
-        LENGTH.pack_into(buffer, 0, _checked_size(len(data)))
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        frame = pack_frame(message)
         with self._lock, _lost("tell the other ranks"):
-            for part in (whole[:CONTROL_BYTES], whole[CONTROL_BYTES:]):
-                if len(part):
-                    self._open.append((dist.broadcast(part, 0, group=self._control, async_op=True), part))
-            _reap(self._open)
+            for line in self._lines.values():
+                line.send(frame)
         self._told.set()
 
     def hear(self) -> list[Any]:
-        """The leader's next message; waits for it. Raises RankLost."""
+        """The leader's next message; waits for it. Raises RankLost, InvariantViolation for what is no frame."""
         with _lost("hear from the leader"):
-            whole = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
-            dist.broadcast(whole, 0, group=self._control)
-            size = _checked_size(LENGTH.unpack(whole[: LENGTH.size].numpy().tobytes())[0])
-            if size > CONTROL_BYTES:
-                rest = torch.empty(size - CONTROL_BYTES, dtype=torch.uint8)
-                dist.broadcast(rest, 0, group=self._control)
-                whole = torch.cat([whole, rest])
-        return _unpack(whole[LENGTH.size : size])
+            return self._lines[0].receive()
 
     def settle(self) -> None:
-        """Return when everything told has arrived. Raises RankLost."""
+        """Return when the system has taken everything told. Raises RankLost."""
         with self._lock, _lost("tell the other ranks"):
-            _reap(self._open, most=0)
+            for line in self._lines.values():
+                line.settle()
 
     def report(self, error: BaseException) -> None:
         """Leave word of why this rank ends, for `first_cause`. Nothing happens when the leader is gone."""
@@ -392,16 +369,24 @@ class RankGroup:
         for holder in (self.stage, self.pipe):
             if holder is not None:
                 holder.leave()
-        self._control = None
-        self._open.clear()
+        for line in self._lines.values():
+            line.close()
 
 
-@contextmanager
-def _lost(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # what torch raises for a peer that is gone, silent or in disagreement
-        raise RankLost(f"could not {doing}: {error}") from error
+class _lost:  # noqa: N801 - a function in all but its speed: it is entered several times a step
+    """Within it, what a peer that is gone, silent or in disagreement raises is a RankLost."""
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError | OSError):  # RuntimeError: torch's, and LineLost
+            raise RankLost(f"could not {self._doing}: {error}") from error
 
 
 def _reap(sent: deque[tuple[dist.Work | None, torch.Tensor]], most: int = MAX_OUTSTANDING) -> None:
@@ -410,14 +395,3 @@ def _reap(sent: deque[tuple[dist.Work | None, torch.Tensor]], most: int = MAX_OU
         work, _ = sent.popleft()
         if work is not None:
             work.wait()
-
-
-def _checked_size(size: int) -> int:
-    if not 0 < size <= MAX_MESSAGE_BYTES:
-        raise InvariantViolation(f"a message between ranks has {size} bytes; at most {MAX_MESSAGE_BYTES} are possible")
-    return size
-
-
-def _unpack(data: torch.Tensor) -> list[Any]:
-    message: list[Any] = msgpack.unpackb(data.numpy().data, strict_map_key=False)
-    return message

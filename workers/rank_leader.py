@@ -77,7 +77,7 @@ class RankLeader:
         """The group, once all ranks are in it. Raises ConfigError, RankLost."""
         place = self.place
         _, name, weights_id = place.model
-        member = Membership(name, place.writer_id, place.split, 0, data=self._data, address=place.host)
+        member = Membership(name, place.writer_id, place.split, 0, place.token, data=self._data, address=place.host)
         return RankGroup(member, self._store, weights_id, ordered=place.config.deterministic)
 
     def lead(self, shard: ShardRunner) -> ParallelRunner:

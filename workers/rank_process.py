@@ -6,7 +6,8 @@ Guarantees:
  1. The process ends when the one that started it does (its pidfd, or the end of the inherited socket), and when the
     leader does (the end of the line), whatever it is doing.
  2. A rank that fails says why to the leader before it ends.
- 3. A rank whose model folder holds other weights than the leader's computes nothing.
+ 3. A rank whose model folder holds other weights than the leader's, before or after it has read them, computes
+    nothing.
  4. Its store link ends before the process does, when the leader says that it is over or the rank fails.
 """
 
@@ -64,12 +65,12 @@ def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, 
     config, (folder, name, wanted) = place.config, place.model
     device = make_device(config.device, device_index)
     check_folder(Path(folder))
-    if weights_id(Path(folder), default_cache_dir()) != wanted:
-        raise ConfigError(f"the weights in {folder} are not those of rank 0; every machine needs the same files there")
+    check_weights(Path(folder), wanted)
     data = "nccl" if device.kind == "cuda" else "gloo"
-    member = Membership(name, place.writer_id, place.split, rank, data=data, address=line.address)
+    member = Membership(name, place.writer_id, place.split, rank, place.token, data=data, address=line.address)
     group = RankGroup(member, find_store(place.host, place.port), wanted, ordered=config.deterministic)
     shard = ShardRunner(config, ModelFiles(Path(folder), name, wanted), group, device)
+    check_weights(Path(folder), wanted)
     server = RankServer(shard)
     if place.offload is not None:
 
@@ -84,6 +85,12 @@ def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, 
     gc.collect()
     gc.freeze()
     server.serve()
+
+
+def check_weights(folder: Path, wanted: bytes) -> None:
+    """Raises ConfigError when a folder holds other weights than the leader's."""
+    if weights_id(folder, default_cache_dir()) != wanted:
+        raise ConfigError(f"the weights in {folder} are not those of rank 0; every machine needs the same files there")
 
 
 def first_frame(connection: socket.socket) -> tuple[GroupPlace, int, int, int]:

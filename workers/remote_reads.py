@@ -61,8 +61,8 @@ class RemoteReads:
 
     def locate(self, keys: Sequence[bytes], done: Callable[[Located | None], None]) -> int:
         """Ask who else holds the leading ones of these keys; number of the question, 0 when nobody can be asked."""
-        wanted = keys[:MAX_KEYS]
-        return self._ask(lambda client: client.locate(wanted), self._who.locate_s, Located, done)
+        wanted, part = keys[:MAX_KEYS], self._who.part
+        return self._ask(lambda client: client.locate(wanted, part), self._who.locate_s, Located, done)
 
     def bring(self, node: str, keys: Sequence[bytes], depth: int, done: Callable[[Brought | None], None]) -> int:
         """Ask for blocks of a node; number of the question, 0 when nobody can be asked."""

@@ -17,7 +17,9 @@ Guarantees:
  1. A request's sink hears of one engine only; requests of a dead one end with "error" before another is started.
  2. An engine is started only when all processes of the one before are gone.
  3. After MAX_DEATHS deaths without a finished answer between, failed starts included, it gives up.
- 4. `close` ends whatever there is, also a start that is under way; no process is left.
+ 4. No engine answers from files that are not what they were when they were resolved: when it is to be started anew on
+    such, it gives up at once.
+ 5. `close` ends whatever there is, also a start that is under way; no process is left.
 """
 
 from __future__ import annotations
@@ -25,20 +27,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 from tournant.workers.config import EngineConfig
-from tournant.workers.engine_client import START_TIMEOUT_S, OutputSink, ProcessEngineClient
+from tournant.workers.engine_client import START_TIMEOUT_S, EngineClient, OutputSink, ProcessEngineClient
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_files import ModelFiles, check_unchanged
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks, RankLauncher
 
 MAX_DEATHS = 3
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # before a new start; doubled with every death
+Engine = TypeVar("Engine", bound=EngineClient)
 logger = logging.getLogger("tournant.replica_engine")
+
+
+async def start_unchanged(files: ModelFiles, cache_dir: Path | None, start: Callable[[], Awaitable[Engine]]) -> Engine:
+    """What `start` starts on `files`, if these are the same before and after it has read them. cache_dir: as of
+    `resolve_model`. Raises ModelFormatError when they are not, OSError, and what start raises; no engine is left then.
+    """
+    await asyncio.to_thread(check_unchanged, files, cache_dir)
+    engine = await start()
+    try:
+        await asyncio.to_thread(check_unchanged, files, cache_dir)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
 
 
 class ReplicaEngine:
@@ -52,6 +71,7 @@ class ReplicaEngine:
         offload: OffloadConfig | None = None,
         make_launcher: Callable[[], RankLauncher] = LocalRanks,
         first_wait_s: float = FIRST_WAIT_S,
+        cache_dir: Path | None = None,
     ) -> None:
         self._config = config
         self._files = files
@@ -59,6 +79,7 @@ class ReplicaEngine:
         self._offload = offload
         self._make_launcher = make_launcher
         self._first_wait_s = first_wait_s
+        self._cache_dir = cache_dir
         self._client: ProcessEngineClient | None = None
         self._info: EngineInfo | None = None
         self._stats = EngineStats()  # of the latest engine that has ended
@@ -78,11 +99,13 @@ class ReplicaEngine:
         offload: OffloadConfig | None = None,
         make_launcher: Callable[[], RankLauncher] = LocalRanks,
         first_wait_s: float = FIRST_WAIT_S,
+        cache_dir: Path | None = None,
     ) -> ReplicaEngine:
         """Start the first engine and wait until it is ready. make_launcher: of the ranks of each engine; first_wait_s:
-        from a first death to the next start; the rest as of `ProcessEngineClient.start`, whose errors this raises.
+        from a first death to the next start; cache_dir: as of `start_unchanged`; the rest as of
+        `ProcessEngineClient.start`. Raises what both raise.
         """
-        engine = cls(config, files, timeout_s, offload, make_launcher, first_wait_s)
+        engine = cls(config, files, timeout_s, offload, make_launcher, first_wait_s, cache_dir)
         await engine._start()
         engine._keeping = asyncio.get_running_loop().create_task(engine._keep())
         return engine
@@ -101,8 +124,8 @@ class ReplicaEngine:
         if self._client is not None and self._client.alive:
             return latest
         tiers = replace(latest.tiers, attached=0, dirty_blocks=0, pressure=0.0)
-        gauges = dict.fromkeys(("num_running", "num_waiting", "kv_used", "kv_total", "kv_cached", "num_restoring"), 0)
-        return replace(latest, tiers=tiers, **gauges)
+        names = ("num_running", "num_waiting", "kv_used", "kv_total", "kv_cached", "num_restoring", "queued_tokens")
+        return replace(latest, tiers=tiers, **dict.fromkeys(names, 0))
 
     @property
     def last_step_time(self) -> float:
@@ -182,12 +205,13 @@ class ReplicaEngine:
         raise EngineDeadError("the engine is being started anew; try again")
 
     async def _start(self) -> None:
-        launcher = self._make_launcher()
-        self._client = await ProcessEngineClient.start(
-            self._config, self._files, self._timeout_s, self._offload, launcher
-        )
+        self._client = await start_unchanged(self._files, self._cache_dir, self._start_one)
         self._info = self._client.info
         self._ready.set()
+
+    async def _start_one(self) -> ProcessEngineClient:
+        launcher = self._make_launcher()
+        return await ProcessEngineClient.start(self._config, self._files, self._timeout_s, self._offload, launcher)
 
     async def _keep(self) -> None:
         try:
@@ -212,7 +236,10 @@ class ReplicaEngine:
         try:
             await self._start()
             logger.info("the engine is back as writer %016x", self.info.writer_id)
-        except (ConfigError, ModelFormatError, EngineDeadError, OSError, RuntimeError) as error:
+        except ModelFormatError as error:  # it was loaded before: these are other files
+            logger.error("the engine is not started anew: %s", error)
+            self._end(f"the engine is not started anew: {error}")
+        except (ConfigError, EngineDeadError, OSError, RuntimeError) as error:
             self._died(f"it could not be started: {error}", 0)
 
     def _died(self, why: str, num_finished: int) -> None:

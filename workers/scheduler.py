@@ -115,6 +115,7 @@ class Scheduler:
             kv_cached=self.blocks.num_reusable,
             num_steps=self._step,
             num_restoring=len(self.restoring),
+            queued_tokens=sum(len(s.token_ids) for s in self.waiting) + sum(s.num_to_schedule for s in self.running),
             tiers=TierStats() if self.tiers is None else self.tiers.stats(now),
             **self._counts,
         )
@@ -141,8 +142,7 @@ class Scheduler:
         return batch
 
     def _schedule_running(self, batch: Batch, now: float) -> bool:
-        preempted = False
-        index = 0
+        preempted, index = False, 0
         held = held_back(self.running, self._turns)
         decodes = sum(sequence.num_to_schedule == 1 for sequence in self.running if sequence not in held)
         while index < len(self.running):
@@ -363,7 +363,7 @@ class Scheduler:
             _, host, nvme = sequence.cached_by_tier
             sequence.cached_tokens, sequence.cached_by_tier = cached, (cached - host - nvme, host, nvme)
             if sequence.fork_of is None:
-                self._counts["prefix_query_tokens"] += sequence.num_prompt
+                self._counts["prefix_query_tokens"] += len(sequence.request.token_ids)
                 self._counts["prefix_hit_tokens"] += cached
                 if self.tiers is not None:
                     self.tiers.counts.add(host_hit_tokens=host, nvme_hit_tokens=nvme)

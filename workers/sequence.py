@@ -86,8 +86,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
         self.keys = list(self.request.keys)
-        self.num_prompt = len(self.token_ids)
-        if self.params.prompt_logprobs is not None and self.index == 0:
+        self.num_prompt = len(self.token_ids) - self.request.num_output  # resumed: as if it had been preempted here
+        if self.params.prompt_logprobs is not None and self.index == 0 and not self.request.num_output:
             self.prompt_logprobs = [None] * self.num_prompt
         if self.outgrew_rope:
             self.switch_rope()

@@ -28,7 +28,7 @@ def output_of(
         output = RequestOutput(sequence.request.request_id, sequence.index, [token])
         if position in result.logprobs:
             output.logprobs = [result.logprobs[position]]
-        output.finish_reason = _finish_reason(sequence, token, eos_token_ids)
+        output.finish_reason = finish_reason(sequence, token, eos_token_ids)
         if output.finish_reason == "stop":
             output.stop_token = token
     if not sequence.reported:
@@ -42,7 +42,19 @@ def output_of(
     return output
 
 
-def _finish_reason(sequence: Sequence, token: int, eos_token_ids: Set[int]) -> str | None:
+def end_of_resumed(sequence: Sequence, eos_token_ids: Set[int]) -> RequestOutput | None:
+    """The only output of an answer that had ended before it was resumed; None when it goes on."""
+    if not sequence.num_generated:
+        return None
+    token = sequence.token_ids[-1]
+    reason = finish_reason(sequence, token, eos_token_ids)
+    if reason is None:
+        return None
+    return RequestOutput(sequence.request.request_id, sequence.index, [], reason, token if reason == "stop" else None)
+
+
+def finish_reason(sequence: Sequence, token: int, eos_token_ids: Set[int]) -> str | None:
+    """Why an answer is over whose last token this is: "stop", "length", or None when it is not."""
     params = sequence.params
     stops = token in params.stop_token_ids or (not params.ignore_eos and token in eos_token_ids)
     if stops and sequence.num_generated > params.min_tokens:

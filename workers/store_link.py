@@ -74,7 +74,7 @@ class LinkIdentity:
     in_group: it is a rank of a group, and reads the versions that its leader picks; local_parts: what the ranks of its
     group that use this store publish there, each part once, its own among them, the same for all of them; empty when it
     is alone there. publishes: False where another rank of the group publishes the same part at this store; this one
-    then reads it, and has slots for stashes.
+    then reads it, and has slots for stashes. num_sharing: ranks of its group that use this store; they attach at once.
     """
 
     weights_id: bytes
@@ -85,6 +85,7 @@ class LinkIdentity:
     in_group: bool = False
     publishes: bool = True
     local_parts: tuple[Part, ...] = ()
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +326,9 @@ class StoreLink:
         self._emit(Attached(clients[0].incarnation, credit, self._images.slot_bytes, host_bytes))
 
     def _remote(self) -> RemoteReads | None:
-        """The way to other nodes' blocks. A group of ranks has none: its ranks would have to get the same ones."""
+        """The way to other nodes' blocks."""
         who, config = self._identity, self._config
-        if self._agent is None or who.in_group:
+        if self._agent is None:
             return None
         waits = config.lookup_ms / 2000, config.restore_ms / 2000  # the engine waits so long for both together
         identity = RemoteIdentity(who.weights_id, who.kv_form, who.tenant_check, who.part, self._sizes, *waits)
@@ -376,7 +377,8 @@ class StoreLink:
             return self._config.credit_blocks
         slot_pages = -(-self._images.slot_bytes // PAGE_BYTES)
         slots, lent = status.host_pages // slot_pages, -(-dict(status.pages).get(SlotState.LENT, 0) // slot_pages)
-        return max(1, min(max(slots // CREDIT_SHARE, LEAST_CREDIT), MAX_CREDIT, (slots // LENT_SHARE - lent) // 2))
+        left = (slots // LENT_SHARE - lent) // 2 // self._identity.num_sharing
+        return max(1, min(max(slots // CREDIT_SHARE, LEAST_CREDIT), MAX_CREDIT, left))
 
     def _connect(self, credit: int) -> tuple[StoreClient, ...]:
         """A client for each size of image, which share the credit; with half of it as long as the first one leaves too

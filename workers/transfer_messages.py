@@ -16,7 +16,7 @@ Guarantees of the link, whatever the store does:
  4. Device blocks are only touched by copies of memory, which never wait for a store, a disk or a message.
 
 In a group of ranks every rank has a link of its own, which keeps the same promises; group_merge.py makes one of them.
-What only such links use: `Found.versions`, `Fetch.picks`, `Leave`.
+What only such links use: `Bring`, `Brought`, `Found.versions`, `Fetch.picks`, `Leave`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ class Fetch:
     read: int
     count: int
     picks: tuple[Version, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """A rank gets what its store lacks of the first `count` found blocks from the other node that it has found them at,
+    as far as that goes in time, and looks again. Answered by `Brought`. Before `Fetch`, once per read.
+    """
+
+    read: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,7 @@ class Leave:
     """
 
 
-Order = Lookup | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropStash | Leave
+Order = Lookup | Bring | Fetch | Load | EndRead | Save | Used | Stash | Unstash | DropStash | Leave
 
 # ---- events
 
@@ -181,13 +191,21 @@ class Refused:
 class Found:
     """tiers: one byte, HOST or NVME, per leading key that the store has, and REMOTE for each key behind them that
     another node is known to have; seconds: since the order; versions: in a group of ranks, what this one has of each of
-    these keys, the newest first, as (writer id, counter, tier). A group has no remote blocks.
+    the former keys, the newest first, as (writer id, counter, tier).
     """
 
     read: int
     tiers: bytes
     seconds: float
     versions: tuple[tuple[Shown, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """As far as a rank was to get blocks, it has; versions: what it has now of each key, as in `Found`."""
+
+    read: int
+    versions: tuple[tuple[Shown, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +295,8 @@ class Lent:
 
 
 Event = (
-    Attached | Detached | Refused | Found | Fetched | Loaded | ReadEnded | Copied | Saved | Stashed | Unstashed | Lent
+    Attached | Detached | Refused | Found | Brought | Fetched | Loaded | ReadEnded
+    | Copied | Saved | Stashed | Unstashed | Lent
 )  # fmt: skip
 
 

@@ -16,7 +16,10 @@ from tournant.workers.transfer_messages import (
     HOST,
     NUM_KINDS,
     NVME,
+    REMOTE,
     Attached,
+    Bring,
+    Brought,
     Copied,
     Detached,
     DropStash,
@@ -114,7 +117,7 @@ def _key(data: Any) -> bytes:
 
 
 def _tiers(data: Any) -> bytes:
-    if type(data) is not bytes or not set(data) <= {HOST, NVME}:
+    if type(data) is not bytes or not set(data) <= {HOST, NVME, REMOTE}:
         raise ValueError(f"{data!r} stands where tiers must")
     return data
 
@@ -182,6 +185,7 @@ class _Form:
 _Schema = dict[str, _Form]
 _ORDERS: _Schema = {
     "lookup": _Form(Lookup, _NUMBER, _KEYS),
+    "bring": _Form(Bring, _NUMBER, _NUMBER),
     "fetch": _Form(Fetch, _NUMBER, _NUMBER, _VERSIONS),
     "load": _Form(Load, _NUMBER, _NUMBER, _NUMBERS),
     "end_read": _Form(EndRead, _NUMBER),
@@ -197,6 +201,7 @@ _EVENTS: _Schema = {
     "detached": _Form(Detached, _TEXT),
     "refused": _Form(Refused, _TEXT, _BOOL),
     "found": _Form(Found, _NUMBER, _TIERS, _SECONDS, _SHOWN),
+    "brought": _Form(Brought, _NUMBER, _SHOWN),
     "fetched": _Form(Fetched, _NUMBER, _NUMBER, _NUMBER, _SECONDS, _NUMBER, _NUMBER, _SECONDS, _BOOL),
     "loaded": _Form(Loaded, _NUMBER, _NUMBER),
     "read_ended": _Form(ReadEnded, _NUMBER, _NUMBER, _NUMBER, _SECONDS, _NUMBER),

@@ -32,7 +32,7 @@ MODULES = {  # a process of ours -> the module that it runs
     "rank": "tournant.workers.rank_process",
     "store": "tournant.kvstore.server",
 }
-KINDS = ("rank", "leader", "replica", "store", "directory", "node", "stopped rank")
+KINDS = ("rank", "leader", "replica", "store", "directory", "node", "stopped rank", "paused rank")
 PATIENCE_S = 240.0
 Outcome = Literal["right", "refused", "broken", "wrong", "late"]
 
@@ -102,6 +102,12 @@ class Clients:
     def counts(self) -> Counter[Outcome]:
         return Counter(asked.outcome for asked in list(self.history))
 
+    def told(self) -> list[str]:
+        """What clients were told, and how often."""
+        said = Counter(f"{asked.outcome}: {asked.detail[-160:]}" for asked in self.history if asked.outcome != "right")
+        host = sum(asked.host > 0 for asked in self.history)
+        return [f"{self.counts()}, {host} of the right ones with tokens from RAM", *map(str, said.most_common(20))]
+
     def wait_right(self, more: int) -> None:
         """Until so many more answers have come whole and right."""
         end = self.counts()["right"] + more
@@ -136,15 +142,20 @@ def _tail(history: Sequence[Asked]) -> int:
 
 
 class Kills:
-    """What can be killed of a service on a cluster. done: how often each kind was."""
+    """What can be killed of a service on a cluster. patient: at times nobody can kill a stopped rank, only its silence
+    ends its group, or a whole node hangs, which all take long. done: how often each kind was.
+    """
 
-    def __init__(self, cluster: RayCluster, service: Service, clients: Clients, seed: int) -> None:
+    def __init__(
+        self, cluster: RayCluster, service: Service, clients: Clients, seed: int, *, patient: bool = False
+    ) -> None:
         self.done: Counter[str] = Counter()
         self.log: list[str] = []
         self._cluster = cluster
         self._service = service
         self._clients = clients
         self._rng = random.Random(seed)
+        self._patient = patient
         self._kinds: dict[str, Callable[[], str]] = {
             "rank": lambda: self._kill("rank"),
             "leader": lambda: self._kill("leader"),
@@ -153,22 +164,26 @@ class Kills:
             "directory": self._directory,
             "node": self._node,
             "stopped rank": self._stopped_rank,
+            "paused rank": self._paused_rank,
         }
 
     def run(self, duration_s: float) -> None:
         """Kill one thing after another, all kinds in an order that the seed gives, until every kind was and the time is
-        over; between two of them some answers are right.
+        over; between two of them some answers are right. What is not there comes later.
         """
         end = time.monotonic() + duration_s
         left: list[str] = []
         while time.monotonic() < end or self.done.keys() != set(KINDS):
-            if not left:
-                left = self._rng.sample(KINDS, len(KINDS))
-            kind = left.pop()
-            began = time.monotonic()
+            left = left or self._rng.sample(KINDS, len(KINDS))
+            kind, began = left.pop(), time.monotonic()
+            if began > end and kind in self.done:
+                continue
             what = self._kinds[kind]()
             self.log.append(f"{time.monotonic() - end + duration_s:.1f} s: {kind}: {what}")
-            self.done[kind] += bool(what)
+            if what:
+                self.done[kind] += 1
+            elif left:
+                left.insert(0, kind)
             self._clients.wait_right(self._rng.randrange(3, 25))
             self.log.append(f"  answers again after {time.monotonic() - began:.1f} s")
 
@@ -200,29 +215,49 @@ class Kills:
         return self._signal(pid, signal.SIGKILL)
 
     def _node(self) -> str:
-        """One of those beside the head goes, with all that runs there, and another comes in its place."""
+        """One of those beside the head goes, with all that runs there, and another comes in its place. With patience it
+        hangs first, until its ranks are missed by nobody, and goes on for a while.
+        """
         name = self._rng.choice(sorted(set(self._cluster.nodes) - {"head"}))
+        hung = self._hang(name) if self._patient and self.done["node"] % 2 == 0 else []
         self._cluster.remove_node(name)
         try:
             self._clients.wait_right(5)
         finally:
             self._cluster.add_node(name)
-        return name
+        return f"{name}, of which {hung} saw other groups form"
+
+    def _hang(self, name: str) -> list[int]:
+        """Stop all that runs on a node until there are two groups without it; its ranks then go on, and end."""
+        pids = self._cluster.processes(name)
+        ranks = sorted(set(self._ours("rank")) & set(pids))
+        for pid in pids:
+            self._signal(pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: len(set(self._ours("rank")) - set(ranks)) == 2, PATIENCE_S)
+            self._clients.wait_right(5)
+            left = [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+        finally:
+            for pid in pids:
+                self._signal(pid, signal.SIGCONT)
+        assert all_end(ranks)
+        return left
 
     def _stopped_rank(self) -> str:
-        """A rank, and the actor that could kill it, are stopped; its group forms anew; they go on, and end."""
-        found, before = self._group(), self._ours("leader")
+        """A rank is stopped, perhaps with the actor that could kill it; another group forms; they go on, and end."""
+        found, before, done = self._group(), self._ours("leader"), self.done["stopped rank"]
         if found is None:
             return ""
         leader, rank = found
         try:
-            stopped = [parent_of(rank), rank]
+            stopped = [parent_of(rank), rank] if self._patient and done % 2 == 0 else [rank]
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
         except (OSError, IndexError):
             return ""
         try:
-            self._signal(leader, signal.SIGKILL)
+            if not self._patient or done % 3:
+                self._signal(leader, signal.SIGKILL)
             wait_for(lambda: (group := self._group()) is not None and group[0] not in before, PATIENCE_S)
             left = [pid for pid in stopped if Path(f"/proc/{pid}").exists()]
         finally:
@@ -230,6 +265,17 @@ class Kills:
                 self._signal(pid, signal.SIGCONT)
         assert all_end(stopped)
         return f"{stopped}, of which {left} saw another group form"
+
+    def _paused_rank(self) -> str:
+        """A rank is stopped for as long as others need for some answers, then goes on with its group."""
+        pids = self._ours("rank")
+        paused = self._signal(self._rng.choice(pids), signal.SIGSTOP) if len(pids) == 2 else ""
+        if paused:
+            try:
+                self._clients.wait_right(2)
+            finally:
+                self._signal(int(paused), signal.SIGCONT)
+        return paused
 
     def _group(self) -> tuple[int, int] | None:
         """Leader and another rank of one group, which work."""

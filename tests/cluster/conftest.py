@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NODE = {"num_cpus": 4, "object_store_memory": 80 << 20, "memory": 1 << 30}
-HEALTH = {  # a node that is gone is declared dead within 4 s
+HEALTH = {  # a node that is gone refuses connections, and is declared dead within 4 s; one that is busy is not
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 3,
     "prestart_worker_first_driver": False,
 }
@@ -46,6 +47,20 @@ class RayCluster:
         """Kill all that runs on a node, as when its machine is gone."""
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
 
+    def processes(self, name: str) -> list[int]:
+        """All that runs on a node: its raylet, what that has started, and so on."""
+        parents: dict[int, int] = {}
+        for path in Path("/proc").iterdir():
+            with suppress(OSError):
+                if path.name.isdecimal():
+                    stat = (path / "stat").read_text().rpartition(")")[2].split()
+                    parents[int(path.name)] = int(stat[1])
+        (raylet,) = self.nodes[name].all_processes["raylet"]
+        found = [int(raylet.process.pid)]
+        for pid in found:  # grows meanwhile
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
         return str(self.nodes[name].node_id)
@@ -55,9 +70,9 @@ class RayCluster:
         return NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
-    """A Ray of this module's own, with nodes "head", "a" and "b"."""
+@contextmanager
+def run_cluster() -> Iterator[RayCluster]:
+    """A Ray of this process's own with one node, which ends with the block."""
     folder = Path("/tmp", f"c{os.getpid()}")
     folder.mkdir(mode=0o700)
     environment = {
@@ -76,12 +91,51 @@ def ray_cluster() -> Iterator[RayCluster]:
         }  # fmt: skip
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            made = RayCluster(cluster, folder, {"head": cluster.head_node})
-            for name in ("a", "b"):
-                made.add_node(name)
             ray.init(address=cluster.address, log_to_driver=False)
-            yield made
+            yield RayCluster(cluster, folder, {"head": cluster.head_node})
         finally:
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder)
+
+
+class Clusters:
+    """The cluster that files share, because starting one takes longer than most of them."""
+
+    def __init__(self) -> None:
+        self._ends = ExitStack()
+        self._running: RayCluster | None = None
+
+    def get(self) -> RayCluster:
+        """With nodes "head", "a" and "b", whichever of these a file before has removed."""
+        running = self._running = self._running or self._ends.enter_context(run_cluster())
+        for name in ("a", "b"):
+            if name not in running.nodes:
+                running.add_node(name)
+        return running
+
+    def close(self) -> None:
+        """End it, if it runs; `get` starts another one."""
+        self._running = None
+        self._ends.close()
+
+
+@pytest.fixture(scope="package")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """They end with the last test of this folder."""
+    tmp_path_factory.getbasetemp()  # is decided here, not in the folder of a cluster, which goes with it
+    made = Clusters()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(clusters: Clusters) -> RayCluster:
+    """A Ray of three nodes. A file leaves nothing there that works, and names of its own."""
+    return clusters.get()
+
+
+@pytest.fixture(scope="module")
+def no_cluster(clusters: Clusters) -> None:
+    """For a file that starts a Ray itself: no other one runs."""
+    clusters.close()

@@ -23,7 +23,7 @@ from tournant.deploy.config import load_config_file, parse_config
 from tournant.deploy.tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deploy/configs"
-ENDS_S = 120.0
+ENDS_S = 240.0
 
 
 def free_port() -> int:

@@ -78,14 +78,14 @@ def test_no_answer_is_wrong_or_missing(
 ) -> None:
     chosen = without_near_ties(tiny_model, LENGTHS)
     clients = Clients(service, chosen, seed, 4, LATE_S)
-    kills = Kills(ray_cluster, service, clients, seed)
+    kills = Kills(ray_cluster, service, clients, seed, patient=duration_s > 60)
     try:
         kills.run(duration_s)
         kills.wait_whole()
         clients.wait_calm(30)
     finally:
         clients.stop()
-        print("\n".join([*kills.log, repr(clients.counts())]))
+        print("\n".join([*kills.log, *clients.told()]))
     bad = [
         asked for asked in clients.history if asked.outcome in ("wrong", "late") or asked.back - asked.invoked > LATE_S
     ]
@@ -94,7 +94,7 @@ def test_no_answer_is_wrong_or_missing(
     check_stores(ray_cluster, service)
     assert kills.done.keys() == set(KINDS)
     counts = clients.counts()
-    assert counts["right"] > 100
+    assert counts["right"] > 50
     assert counts["refused"] + counts["broken"] > 0, "nobody noticed a kill"
     restored = [asked for asked in clients.history if asked.host]
     assert len(restored) > 0.1 * counts["right"], "too little came from the stores to mean anything"

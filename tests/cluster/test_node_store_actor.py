@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests.cluster.conftest import RayCluster
 from tests.kvstore.store_harness import writer
 from tournant.cluster.node_store import StorePlan
 from tournant.cluster.node_store_actor import find_store, stop_store
@@ -24,35 +24,12 @@ from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavail
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(180),
+    pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
 
 PLAN = StorePlan(StoreConfig(4 << 20, chunk_bytes=1 << 20), drain_s=5.0)
 OTHER = replace(PLAN, store=StoreConfig(8 << 20, chunk_bytes=1 << 20))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Path]:
-    """A Ray of these tests' own; its temporary folder, short enough for sockets."""
-    folder = Path("/tmp", f"n{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(folder)}.items():
-            patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-            _plasma_directory=str(folder),
-        )
-        try:
-            yield folder
-        finally:
-            ray.shutdown(wait_for_processes=True)
-            shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -88,16 +65,16 @@ def status(app: str) -> dict[str, Any]:
     return found[0]
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, resources={"head": 0.01})
 def ask_as_replica(app: str) -> str:
     """What a replica in a process of its own gets."""
     return find_store(PLAN, app)
 
 
-def test_two_replicas_get_one_store_and_a_killed_one_comes_back_for_both(app: str, cluster: Path) -> None:
+def test_two_replicas_get_one_store_and_a_killed_one_comes_back_for_both(app: str, ray_cluster: RayCluster) -> None:
     sockets = ray.get([ask_as_replica.remote(app) for _ in range(2)], timeout=90)
     assert sockets[0] == sockets[1] == find_store(PLAN, app)
-    assert Path(sockets[0]).is_relative_to(cluster)
+    assert Path(sockets[0]).is_relative_to(ray_cluster.folder)
     assert status(app)["starts"] == 1
     os.kill(status(app)["pid"], signal.SIGKILL)
     until(lambda: status(app)["starts"] == 2)

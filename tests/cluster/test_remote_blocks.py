@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tests.cluster.remote_harness import HERE, IDENTITY, PATIENCE_S, THERE, Change, Nodes, answer_of
-from tests.kvstore.store_harness import HALVES, SLOT, WHOLE, keys, write, writer
+from tests.kvstore.store_harness import HALVES, SLOT, WHOLE, Store, keys, write, writer
 from tournant.cluster import block_adopter, block_transport, remote_blocks
+from tournant.cluster.block_giver import BlockGiver
 from tournant.cluster.block_transport import Given, Header, Row, TransportFailed, Wanted
 from tournant.cluster.directory_actor import Held
 from tournant.kvstore.agent_wire import Brought, Located
@@ -132,7 +133,7 @@ def test_what_is_wrong_is_not_adopted_and_its_node_left_alone(nodes: Nodes, wron
     nodes.peers.change = lambda given: given
     assert len(nodes.here(chain)) == good
     client = nodes.ask()
-    client.locate(chain)
+    client.locate(chain, WHOLE)
     assert answer_of(client) == Located(1, 0, ""), "it is not named for a while"
     assert nodes.bring(chain) == Brought(1, 0, 0, 0, True)
     assert len(nodes.peers.asked) == 1
@@ -193,14 +194,39 @@ def test_the_node_with_the_longest_prefix_is_named(nodes: Nodes) -> None:
     chain = keys(10)
     nodes.start().held = lambda _: [Held(4, ("a", HERE), ("b", "c")), Held(3, (HERE,), ("b", "c")), Held(2, ("c",), ())]
     client = nodes.ask()
-    client.locate(chain)
+    client.locate(chain, WHOLE)
     assert answer_of(client) == Located(1, 9, "c")
     nodes.held = lambda _: [Held(4, ("b", "a"), ("c",)), Held(3, (HERE,), ())]
-    client.locate(chain)
+    client.locate(chain, WHOLE)
     assert answer_of(client) == Located(2, 4, "a")
     nodes.held = lambda _: []
-    client.locate(chain)
+    client.locate(chain, WHOLE)
     assert answer_of(client) == Located(3, 0, "")
+
+
+def test_a_node_with_other_parts_is_taken_for_another_one(nodes: Nodes) -> None:
+    """And not asked for that chain in that part again for a while."""
+    chain, upper = keys(6), HALVES[1]
+    write(nodes.start().stores[THERE].attach(writer(part=upper, parts=(upper,))), chain)
+    (nodes.folder / "a").mkdir(mode=0o700)
+    other = nodes.stores["a"] = Store("socket", nodes.folder / "a").start()
+    write(other.attach(writer(part=HALVES[0], parts=(HALVES[0],))), chain)
+    nodes.peers.givers["a"] = BlockGiver(other.socket)
+    nodes.held = lambda rest: [Held(len(rest), ("a", THERE), ())]
+    client = nodes.ask()
+    client.locate(chain, upper)
+    assert answer_of(client) == Located(1, 6, "a"), "the first of two alike"
+    nodes.stores[HERE].attach(writer(part=upper))
+    brought = nodes.bring(chain, node="a", part=upper)
+    assert (brought.count, brought.num_bytes, brought.failed) == (6, 6 * SLOT, False)
+    assert len(nodes.here(chain, upper)) == 6
+    client.locate(chain, upper)
+    assert answer_of(client) == Located(2, 6, THERE)
+    client.locate(chain, HALVES[0])
+    assert answer_of(client) == Located(3, 6, "a"), "it is as good as any for another part"
+    assert len(nodes.peers.asked) == 2
+    assert nodes.bring(chain, part=WHOLE).count == 0
+    assert len(nodes.peers.asked) == 4, "both were asked, once"
 
 
 def test_questions_at_once_share_what_comes(nodes: Nodes) -> None:

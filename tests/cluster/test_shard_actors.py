@@ -1,7 +1,10 @@
-"""Replicas of several ranks on a Ray of three nodes, deployed as the shipped files say: answers, and what dies."""
+"""Replicas of several ranks on a Ray of three nodes, alone and deployed as the shipped files say: answers, and what
+dies.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,8 +18,10 @@ from ray import serve
 from ray.util.placement_group import placement_group
 
 from tests.cluster.conftest import RayCluster
+from tests.cluster.group_harness import NodeStores, forget_all, ranks_on
 from tests.cluster.service_harness import ENDS_S, Service, all_end, free_port, parent_of, wait_for
 from tests.workers.harness import files_of
+from tests.workers.parallel_harness import NUM_NEW, without_near_ties
 from tests.workers.test_rank_launch import PLACE
 from tournant.cluster.shard_actors import RayRanks, deal, leader_threads, node_address
 from tournant.workers.errors import ConfigError
@@ -24,10 +29,57 @@ from tournant.workers.split import Split
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
 HOST = socket.gethostname()
+LENGTHS = (33, 100, 250)
+FULL = sum((length - 1) // 16 for length in LENGTHS)  # blocks that may come back
+SEALED = sum((length + NUM_NEW - 1) // 16 for length in LENGTHS)  # blocks that go down
+
+
+@pytest.mark.parametrize(
+    ("split", "nodes", "parts"),
+    [
+        ((1, 2), ("head", "b"), {"head": 1, "b": 1}),
+        ((4, 1), ("head", "b", "b", "b"), {"head": 1, "b": 2}),  # two ranks for each of two KV heads, 0 and 1 the first
+        ((2, 2), ("head", "b", "head", "b"), {"head": 2, "b": 2}),
+    ],
+    ids=["pipeline", "shared heads", "both"],
+)
+def test_the_same_tokens_from_every_tier_of_two_nodes(
+    ray_cluster: RayCluster,
+    tiny_model: Path,
+    tmp_path: Path,
+    split: tuple[int, int],
+    nodes: tuple[str, ...],
+    parts: dict[str, int],
+) -> None:
+    """And without stores. A store has each part that ranks of its node read once, however many of them hold it."""
+    chosen = without_near_ties(tiny_model, LENGTHS)
+    stores = NodeStores(ray_cluster, f"split{split[0]}x{split[1]}", tmp_path, list(parts))
+
+    async def scenario() -> None:
+        async with ranks_on(nodes, tiny_model, stores, split) as one:
+            assert await one.answers(chosen) == (0, 0, 0)
+            await one.forget_device(SEALED)
+            for name, count in parts.items():
+                assert [block.parts for block in stores.blocks(name)] == [count] * SEALED
+                assert stores.status(name).reported == SEALED * count
+            assert await one.answers(chosen) == (0, FULL, 0)
+            await stores.on_disk()
+            with stores.killed():
+                await one.until(lambda: one.tiers.attached == 0)
+                await forget_all(one)
+                assert await one.answers(chosen) == (0, 0, 0)
+                await forget_all(one)
+            await one.until(lambda: one.tiers.attached == 1)
+            device, host, nvme = await one.answers(chosen)
+            assert (device, host + nvme) == (0, FULL)
+            assert nvme > 0
+
+    asyncio.run(scenario())
+    stores.stop()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
 import ray
@@ -19,34 +16,11 @@ from tournant.cluster.weights_rollout import Action, Phase, RolloutConfig, Statu
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(180),
+    pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
 
 CONFIG = RolloutConfig(turn_us=60_000_000, silent_us=2_000_000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A Ray of these tests' own."""
-    folder = Path("/tmp", f"w{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(folder)}.items():
-            patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-            _plasma_directory=str(folder),
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown(wait_for_processes=True)
-            shutil.rmtree(folder)
 
 
 class Replica:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from tournant.kvstore.block import Namespace
 from tournant.workers.engine_client import OutputSink
 from tournant.workers.errors import EngineDeadError
-from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, TokenLogprobs
+from tournant.workers.messages import (
+    LOST_DEAD,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    TokenLogprobs,
+)
 
 Script = Callable[[EngineRequest, int], Sequence[int]]  # tokens of answer number i of a request, then end-of-text
 
@@ -84,8 +91,9 @@ class FakeEngineClient:
         if self.restarting:
             raise EngineDeadError("the engine is being started anew; try again")
         self.submitted.append(request)
-        for index in range(request.params.n):
-            self.running.append(Running(request, index, sink, list(self.script(request, index))))
+        for index in request.indices:
+            tokens = list(self.script(request, index))
+            self.running.append(Running(request, index, sink, tokens, made=request.num_output))
         self._keep_stepping()
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -124,18 +132,21 @@ class FakeEngineClient:
         self.alive = False
         running, self.running = self.running, []
         for answer in running:
-            answer.sink(RequestOutput(answer.request.request_id, answer.index, [], "error", error="killed"))
+            answer.sink(
+                RequestOutput(answer.request.request_id, answer.index, [], "error", error="killed", lost=LOST_DEAD)
+            )
 
     def restart(self) -> None:
         """End as one that will come back: every answer gets an error, and nothing is taken."""
         self.restarting, self.last_step_time = True, 0.0
-        self.fail("rank 1 on a: killed")
+        self.fail("rank 1 on a: killed", LOST_DEAD)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, lost: str | None = None) -> None:
         """Give up all requests, but live on."""
         running, self.running = self.running, []
         for answer in running:
-            answer.sink(RequestOutput(answer.request.request_id, answer.index, [], "error", error=message))
+            request_id = answer.request.request_id
+            answer.sink(RequestOutput(request_id, answer.index, [], "error", error=message, lost=lost))
 
     def _keep_stepping(self) -> None:
         if self.auto and not self.stuck and self._stepping is None:
@@ -149,7 +160,7 @@ class FakeEngineClient:
 
     def _next_output(self, answer: Running) -> RequestOutput:
         params = answer.request.params
-        first = answer.made == 0
+        first = answer.made == answer.request.num_output
         tokens: list[int] = []
         finish: str | None = None
         stop_token: int | None = None
@@ -168,7 +179,7 @@ class FakeEngineClient:
         if first:
             output.cached_tokens, output.queue_ms, output.prefill_ms = self.cached_tokens, 1.0, 2.0
             output.cached_by_tier = self.cached_by_tier
-            if params.prompt_logprobs is not None and answer.index == 0:
+            if params.prompt_logprobs is not None and answer.index == 0 and not answer.request.num_output:
                 top = params.prompt_logprobs
                 output.prompt_logprobs = [None, *(self._logprobs(t, top) for t in answer.request.token_ids[1:])]
         return output

@@ -100,7 +100,7 @@ def test_version() -> None:
             ],
         ),
         (["--kv-cache-bytes", "lots"], ["error: engine.kv_cache_bytes is 'lots'; write 1073741824, 512MiB or 1.5GiB"]),
-        (["--ingress", "resilient"], ["error: ingress is 'resilient', which is not available yet; use 'direct'"]),
+        (["--ingress", "both"], ["error: ingress is 'both'; it must be one of 'direct', 'resilient'"]),
         (
             ["--host-bytes", "4EiB"],
             ["error: kv_store.host_bytes is '4EiB'; write 1073741824, 512MiB or 1.5GiB"],

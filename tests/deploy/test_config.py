@@ -21,6 +21,7 @@ from tournant.deploy.config import (
     parse_config,
 )
 from tournant.deploy.kv_store_config import KV_STORE_KEYS
+from tournant.deploy.yaml_file import MAX_FILE_BYTES
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
 
@@ -103,7 +104,7 @@ def faults(data: Any) -> list[str]:
         ({"num_replicas": 1.5}, "num_replicas is 1.5; it must be a valid integer"),
         ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be greater than 0"),
         ({"served_model_name": ""}, "served_model_name is ''; it should have at least 1 character"),
-        ({"ingress": "resilient"}, "ingress is 'resilient', which is not available yet; use 'direct'"),
+        ({"ingress": "both"}, "ingress is 'both'; it must be one of 'direct', 'resilient'"),
         ({"log_level": "loud"}, "log_level is 'loud'; it must be one of 'debug', 'info', 'warning', 'error'"),
         ([1], "the configuration is [1]; it must be a mapping of names to values"),
     ],
@@ -263,7 +264,7 @@ def test_a_file_says_where_to_listen_and_what_serve_is_told(tmp_path: Path) -> N
         ("a: !!python/object/apply:os.system [x]", "is not YAML: could not determine a constructor"),
         ("a: [", "is not YAML: while parsing"),
         ("a: " + "[" * 5000, "is not YAML"),
-        ("a" * (module.MAX_FILE_BYTES + 1), f"has more than {module.MAX_FILE_BYTES} bytes"),
+        ("a" * (MAX_FILE_BYTES + 1), f"has more than {MAX_FILE_BYTES} bytes"),
     ],
 )
 def test_a_fault_of_a_file_names_the_file(tmp_path: Path, data: Any, line: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tournant.deploy import config_table
 from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig
 from tournant.deploy.kv_store_config import FAULT_KEYS, KV_ADVANCED_KEYS, KV_STORE_KEYS
+from tournant.deploy.live_config import LIVE_KEYS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -26,6 +27,17 @@ def sections() -> dict[str, dict[str, list[str]]]:
 def test_the_page_is_what_the_definitions_say() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == config_table.with_tables(text), "run `make docs-config`"
+
+
+def test_what_can_change_live_is_marked() -> None:
+    prefixes = {"The service": "", "engine:": "engine.", "kv_store:": "kv_store."}
+    marked = [
+        prefixes.get(title, "advanced.") + key
+        for title, rows in sections().items()
+        for key, rest in rows.items()
+        if rest[3] == "yes"
+    ]
+    assert sorted(marked) == sorted(LIVE_KEYS)
 
 
 def test_every_key_is_there_but_those_for_tests() -> None:

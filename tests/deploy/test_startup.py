@@ -102,8 +102,8 @@ async def test_an_engine_of_several_ranks_is_one_that_comes_back(
     await start_engine(config(tiny_model, tmp_path, engine=split))
     await start_engine(config(tiny_model, tmp_path, engine=split), make_launcher=NoRanks)
     assert started == [
-        {"offload": None, "make_launcher": LocalRanks, "ranks": 4},
-        {"offload": None, "make_launcher": NoRanks, "ranks": 4},
+        {"offload": None, "make_launcher": LocalRanks, "cache_dir": tmp_path, "ranks": 4},
+        {"offload": None, "make_launcher": NoRanks, "cache_dir": tmp_path, "ranks": 4},
     ]
 
 

@@ -6,9 +6,11 @@ import io
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,6 +50,14 @@ ROWS = {
     "time to first token of a 256-token prefix, emulated link": ["recompute", "from RAM", "from disk"],
     "a store that gives nothing": ["CPU per token of the engine's own thread, on / off"],
 }
+ROWS_ON_RAY = {
+    "control path of a step": [
+        *("2 ranks, bound: TCP", "2 ranks, Tournant", "2 ranks, Ray compiled graph", "2 ranks, Ray actor calls"),
+    ],
+    "a shard alone, CPU time": ["look-up of 512", "announcement"],
+    "a shard in its actor, one caller": ["look-up of 512"],
+    "between two nodes of this machine": ["Ray's objects alone", "blocks of another node into the store here"],
+}
 
 
 @dataclass
@@ -59,12 +69,16 @@ class Run:
 
 @pytest.fixture(scope="module")
 def quick_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All benchmarks once: model M, one thread, one short round, no peers, no traces."""
-    folder, printed, threads = tmp_path_factory.mktemp("bench"), io.StringIO(), torch.get_num_threads()
+    """All benchmarks without Ray once: model M, one thread, one short round, no peers, no traces."""
+    return run_quickly(tmp_path_factory.mktemp("bench"), tiny_model, run_all.HERE)
+
+
+def run_quickly(folder: Path, model: Path, chosen: Sequence[ModuleType]) -> Run:
+    printed, threads = io.StringIO(), torch.get_num_threads()
     files = ["--markdown", str(folder / "out.md"), "--json", str(folder / "out.jsonl"), "--traces", str(folder)]
     try:
         with redirect_stdout(printed):
-            run_all.main(["--quick", "--rounds", "1", "--model", str(tiny_model), *files])
+            run_all.main(["--quick", "--rounds", "1", "--model", str(model), *files], chosen)
     finally:
         torch.set_num_threads(threads)
     lines = (folder / "out.jsonl").read_text().splitlines()
@@ -73,15 +87,27 @@ def quick_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 @pytest.mark.parametrize("title", ROWS)
 def test_table_is_there(quick_run: Run, title: str) -> None:
+    check_table(quick_run, title, ROWS[title])
+
+
+@pytest.mark.ray
+def test_tables_of_what_runs_on_ray_are_there(tiny_model: Path, tmp_path: Path) -> None:
+    found = run_quickly(tmp_path, tiny_model, run_all.ON_RAY)
+    assert list(dict.fromkeys(row["table"] for row in found.rows)) == list(ROWS_ON_RAY)
+    for title, names in ROWS_ON_RAY.items():
+        check_table(found, title, names)
+
+
+def check_table(run: Run, title: str, names: list[str]) -> None:
     heading = f"### {title}"
-    assert title in quick_run.printed
-    assert heading in quick_run.markdown
-    section = quick_run.markdown.split(heading, 1)[1].split("\n### ", 1)[0]
-    for name in ROWS[title]:
+    assert title in run.printed
+    assert heading in run.markdown
+    section = run.markdown.split(heading, 1)[1].split("\n### ", 1)[0]
+    for name in names:
         cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(f"| {name} |")]
         assert len(cells) >= 1, f"no row {name!r} in {section}"
         assert any(character.isdigit() for character in "".join(cells[0][1:]))
-        assert any(line.lstrip("│ ").startswith(name) for line in quick_run.printed.splitlines())
+        assert any(line.lstrip("│ ").startswith(name) for line in run.printed.splitlines())
 
 
 def test_json_rows_hold_every_round_and_the_machine(quick_run: Run) -> None:

@@ -25,9 +25,9 @@ from tournant.kvstore.wire import FRAME_HEADER, WireError
 
 KEY, PART = bytes(range(32)), Part(0, 30, 0, 3)
 GOLDEN = {
-    Locate(7, (KEY,)): "94010107c420" + KEY.hex(),
+    Locate(7, (KEY,), PART): "95010207c420" + KEY.hex() + "c410000000001e0000000000000003000000",
     Bring(7, "n", (KEY,), 3, PART, b"w" * 32, "bf16", b"t", (4096, 8), 9): (
-        "9c020107" "a16e" "c420" + KEY.hex() + "03" "c410000000001e0000000000000003000000" "c420" + "77" * 32
+        "9c020207" "a16e" "c420" + KEY.hex() + "03" "c410000000001e0000000000000003000000" "c420" + "77" * 32
         + "a462663136" "c40174" "c4080010000008000000" "09"
     ),
     Located(7, 1, "n"): "94400701a16e",
@@ -40,7 +40,7 @@ keys = st.lists(key, max_size=8).map(tuple)
 part = st.builds(lambda a, b, c, d: Part(a, a + b, c, c + d), *[st.integers(0, 99), st.integers(1, 99)] * 2)
 sizes = st.lists(st.integers(1, MAX_PAYLOAD_BYTES), min_size=1, max_size=2).map(tuple)
 QUESTIONS = st.one_of(
-    st.builds(Locate, u64, keys),
+    st.builds(Locate, u64, keys, part),
     st.builds(
         Bring, u64, node, keys, u32, part, key, st.text(max_size=32), st.binary(max_size=64), sizes,
         st.integers(0, MAX_TIMEOUT_MS),
@@ -92,8 +92,9 @@ def test_damaged_messages(message: object, rng: random.Random) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Locate(-1, (KEY,)),
-        Locate(1, (KEY,) * (MAX_KEYS + 1)),
+        Locate(-1, (KEY,), PART),
+        Locate(1, (KEY,) * (MAX_KEYS + 1), PART),
+        Locate(1, (KEY,), Part(0, 1, 2, 2)),
         Bring(1, "n" * 200, (KEY,), 0, PART, b"w" * 32, "f", b"", (1,), 1),
         Bring(1, "n", (KEY,), 0, Part(1, 1, 0, 1), b"w" * 32, "f", b"", (1,), 1),
         Bring(1, "n", (KEY,), 0, PART, b"w", "f", b"", (1,), 1),
@@ -108,7 +109,7 @@ def test_what_is_out_of_range_is_not_written(message: object) -> None:
 
 
 def test_another_protocol_is_named() -> None:
-    body = bytearray(body_of(Locate(7, ())))
+    body = bytearray(body_of(Locate(7, (), PART)))
     body[2] = 77
-    with pytest.raises(WireError, match=r"protocol .77.; this agent speaks 1"):
+    with pytest.raises(WireError, match=r"protocol .77.; this agent speaks 2"):
         decode_question(bytes(body))

@@ -279,9 +279,9 @@ class SimRunner:
 
     num_in_flight = 1
 
-    def __init__(self, world: EngineWorld) -> None:
+    def __init__(self, world: EngineWorld, num_steps: int) -> None:
         self.world = world
-        self.num_steps = 0
+        self.num_steps = num_steps  # those of engines before included
         self.in_flight: list[SimStep] = []
 
     def run(self, batch: Batch) -> SimStep:

@@ -66,6 +66,7 @@ class SimLink:
         self._keys: dict[int, tuple[bytes, ...]] = {}  # of lookups, and of saves under their negative number
         self._numbers: set[tuple[bool, int]] = set()
         self._losing = ""
+        self.closed = False
         world.later(world.rng.uniform(0, 0.02), self._attach)
 
     # ---- Link
@@ -100,6 +101,8 @@ class SimLink:
         events, self.events = self.events, []
         for event in events:
             self.world.note(type(event).__name__, _number(event))
+            if (number := _number(event)) and (hasattr(event, "read"), number) not in self._numbers:
+                self.world.violated("I4", f"the engine hears {event}, which answers nothing that it has ordered")
             match event:
                 case Attached():
                     self.engine_knows = self.attached
@@ -114,8 +117,13 @@ class SimLink:
         return events
 
     def close(self, flush_s: float) -> None:
-        """See `Link`."""
+        """See `Link`. The process ends: what it reads, copies and keeps is gone; what it has told the store is not."""
         del flush_s
+        self.closed = True
+        for reading in self.reads.values():
+            for stored in reading.found or []:
+                stored.pins = max(0, stored.pins - 1)
+        self.store.lent.pop(id(self), None)
 
     # ---- the store comes and goes
 
@@ -123,6 +131,7 @@ class SimLink:
         if self._losing or self.attached:
             return
         self.attached, self.free, self.owed = True, self.credit, 0
+        self.store.lent[id(self)] = self.credit
         host_bytes = self.store.room[1] * SLOT_BYTES
         self.events.append(Attached(self.store.incarnation, (self.credit,), SLOT_BYTES, host_bytes))
         self.world.count("attached")
@@ -257,6 +266,8 @@ class SimLink:
             reading.corrupt += 1
             self.store.lose(stored)
             return False
+        if self.world.were_others_between(stored.version.writer_id):
+            self.world.count("loaded after going back")
         device.contents[load.blocks[place]] = list(stored.payload[device.rank])
         reading.progress[device.rank] = place + 1
         return True
@@ -369,7 +380,8 @@ class SimLink:
             self.reports[number] = order
             late = self.world.rng.uniform(0, 0.1) if self.world.strikes("late report", 4) else 0.0
             payloads = copying.payloads
-            self.world.later(late + self.world.rng.uniform(0.0001, 0.002), lambda: self._reported(order, payloads))
+            late += self.world.rng.uniform(0.0001, 0.002)
+            self.world.later(late, lambda: self._reported(order, payloads), by_store=True)
         self._lost_if_over()
 
     def _reported(self, order: Save, payloads: list[list[tuple[int, ...]]]) -> None:
@@ -381,6 +393,9 @@ class SimLink:
             if not self.store.put(entry.key, entry.version, payload):
                 refused.append(place)
                 self.world.count("refused")
+        if self.closed:
+            self.world.count("reported after its engine's end")
+            return
         lent = len(order.entries)
         if self.world.strikes("no credit", 4):
             self._owe(lent)

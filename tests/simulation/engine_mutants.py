@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 from tests.simulation.engine_device import SimDevice, Work
 from tests.simulation.engine_link import Reading, SimLink
-from tests.simulation.engine_world import Setup
+from tests.simulation.engine_users import Ask, Users
+from tests.simulation.engine_world import FIRST_WRITER, EngineWorld, Setup
 from tournant.kvstore.block import BlockRef, Version
 from tournant.kvstore.write_group import WriteGroup
 from tournant.workers.batch import Batch, StepResult
@@ -361,6 +362,46 @@ def _leaders_own_count(link: SimLink, reading: Reading) -> int:
 
 LOSSES = ("lost block", "corrupt block")
 
+# ---- other weights, late ranks
+
+
+def _start_with_what_was_said(world: EngineWorld) -> None:
+    said = world.link.events if world.engines else []
+    _START_ENGINE(world)
+    world.link.events += said
+
+
+_START_ENGINE = EngineWorld._start_engine
+
+
+def _forget_the_withdrawn(users: Users) -> list[Ask]:
+    _WITHDRAW(users)
+    return []
+
+
+_WITHDRAW = Users.withdraw
+
+
+def _copy_down_at_once(link: SimLink, order: Any, blocks: tuple[int, ...]) -> None:
+    booked = [device.booked_end for device in link.world.devices]
+    for device in link.world.devices:
+        device.booked_end = 0.0
+    _BEGIN_DOWN(link, order, blocks)
+    for device, end in zip(link.world.devices, booked, strict=True):
+        device.booked_end = end
+
+
+_BEGIN_DOWN = SimLink._begin_down
+
+
+def _copy_up_at_once(link: SimLink, reading: Reading, device: SimDevice, after: float) -> None:
+    del after
+    _NEXT_PIECE(link, reading, device, link.world.devices[0].last_end)
+
+
+_NEXT_PIECE = SimLink._next_piece
+
+
 ENGINE_MUTANTS = (
     EngineMutant("a block is given back before it is copied down", ("I5",),
                  ((Tiering, "_save", _save_and_release),), ("slow copy",), STORM),
@@ -427,4 +468,20 @@ ENGINE_MUTANTS = (
                  ((SimDevice, "apply_updates", _rank_misses_restored),), (), {"ranks": 2}),
     EngineMutant("the leader counts only the blocks of its own rank", ("I2",),
                  ((SimLink, "good_count", _leaders_own_count),), LOSSES, {**RESTORING, "ranks": 3}),
+    EngineMutant("an engine on other weights makes its keys with the weights_id from before", ("I2",),
+                 ((EngineWorld, "weights_told", lambda world: 0),), ("weights update",), RESTORING),
+    EngineMutant("an engine on other weights keeps its writer id", ("I3",),
+                 ((EngineWorld, "writer_id", lambda world: FIRST_WRITER),), ("weights update",), RESTORING),
+    EngineMutant("the link of the engine before is not closed", ("I11",),
+                 ((Engine, "close", _nothing),), ("weights update",), RESTORING),
+    EngineMutant("what the link of the engine before said is heard by the new one", ("I4",),
+                 ((EngineWorld, "_start_engine", _start_with_what_was_said),), ("weights update",), RESTORING),
+    EngineMutant("an answer that was begun on other weights goes on", ("I14",),
+                 ((Users, "has_delivered", _false),), ("weights update",), RESTORING),
+    EngineMutant("a request that had no answer yet ends with the engine", ("I11",),
+                 ((Users, "withdraw", _forget_the_withdrawn),), ("weights update",), RESTORING),
+    EngineMutant("a late rank copies down before its step has ended", ("I2",),
+                 ((SimLink, "_begin_down", _copy_down_at_once),), ("late rank",), {**RESTORING, "ranks": 3}),
+    EngineMutant("a late rank copies up before its step has ended", ("I2",),
+                 ((SimLink, "_next_piece", _copy_up_at_once),), ("late rank",), {**RESTORING, "ranks": 3}),
 )  # fmt: skip

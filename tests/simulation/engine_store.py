@@ -41,6 +41,7 @@ class SimStore:
         self.blocks: dict[bytes, Stored] = {}
         self.versions: set[Version] = set()
         self.incarnation = 1
+        self.lent: dict[int, int] = {}  # credit by link, as long as its process lives
 
     def put(self, key: bytes, version: Version, payload: Payload) -> bool:
         """Take a block. False: refused. I3: a version names one write."""
@@ -96,6 +97,7 @@ class SimStore:
     def restart(self, *, keep: bool) -> None:
         """A new process; `keep`: what lay on NVMe is found again."""
         self.incarnation += 1
+        self.lent.clear()
         for stored in list(self.blocks.values()):
             stored.pins = 0
             if not keep or stored.tier == HOST:

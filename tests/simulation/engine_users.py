@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.engine_world import EngineWorld
 
 MOST_OPEN = 8  # requests at a time
+NEIGHBOUR = 1 << 62  # writer id of other engines
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +33,7 @@ class Ask:
     over: list[str | None]
     cached: list[bool] = field(default_factory=list)
     ended: bool = False
+    delivered: bool = False
 
 
 class Users:
@@ -44,6 +46,7 @@ class Users:
         self.asks: dict[int, Ask] = {}
         self.documents = [[rng.randrange(VOCAB) for _ in range(self.limit)] for _ in range(3)]
         self.sessions: list[list[int]] = []
+        self.waiting: list[tuple[list[int], SamplingParams, str | None]] = []  # while the weights are changed
         self._published = 0
         for _ in range(rng.randrange(5)):
             self.neighbour_publishes()
@@ -72,8 +75,14 @@ class Users:
             stop_token_ids=tuple(rng.sample(range(VOCAB), 4)),
             prompt_logprobs=0 if rng.randrange(12) == 0 else None,
         )
-        salt = rng.choice((None, None, None, "a"))
+        if self.world.swap_at is not None:
+            self.waiting.append((prompt, params, rng.choice((None, None, None, "a"))))
+            return
+        self._ask(prompt, params, rng.choice((None, None, None, "a")))
+
+    def _ask(self, prompt: list[int], params: SamplingParams, salt: str | None) -> None:
         number = len(self.asks) + 1
+        rng = self.world.rng
         keys, digest = self._frontend_keys(prompt, salt)
         request = EngineRequest(number, prompt, params, keys, digest, salt, rng.choice((0, 0, 0, -1, 2)))
         wanted = [self._right_answer(request, index) for index in range(params.n)]
@@ -89,6 +98,55 @@ class Users:
             return [], b""
         digest = self.world.salted(salt if choice else "of another namespace")
         return key_chain(digest, prompt, self.world.setup.block_tokens), digest
+
+    # ---- other weights
+
+    def count_under_way(self) -> None:
+        """What an update cuts off."""
+        world, open_now = self.world, [ask for ask in self.asks.values() if not ask.ended and None in ask.over]
+        scheduler = world.engine.scheduler
+        doing = {self._doing(ask) for ask in open_now}
+        link = world.link
+        for name, is_so in (
+            ("prefill", any(one.num_computed < len(one.request.token_ids) for one in scheduler.running)),
+            ("decode", any(one.num_computed >= len(one.request.token_ids) for one in scheduler.running)),
+            ("lookup", "looking" in doing),
+            ("fetch", "fetching" in doing),
+            ("load", any(reading.load is not None for reading in link.reads.values())),
+            ("copy", bool(link.copies)),
+            ("report", bool(link.reports)),
+            ("stash", bool(link.stashes)),
+        ):
+            world.count(f"update during {name}", int(is_so))
+
+    def withdraw(self) -> list[Ask]:
+        """The engine is about to end: who has had something of an answer gets an error, all others are returned."""
+        again = []
+        for number, ask in self.asks.items():
+            if ask.ended or None not in ask.over:
+                continue
+            self.world.engine.abort(number)
+            if self.has_delivered(ask):
+                ask.ended = True
+                self.world.count("cut off by an update")
+            else:
+                again.append(ask)
+        return again
+
+    def has_delivered(self, ask: Ask) -> bool:
+        """Whether who asked may have seen something."""
+        return ask.delivered
+
+    def submit_again(self, again: list[Ask]) -> None:
+        """To the engine of now: first those that were inside, with the keys that they had, then those that waited."""
+        for ask in again:
+            self.world.count("submitted again")
+            ask.over = [None] * len(ask.over)
+            ask.wanted = [self._right_answer(ask.request, index) for index in range(len(ask.wanted))]
+            self.book(self.world.engine.add_request(ask.request))
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            self._ask(*one)
 
     def cancel(self) -> None:
         """A user leaves, or one answer of several is not wanted any more."""
@@ -120,7 +178,10 @@ class Users:
 
     def _doing(self, ask: Ask) -> str:
         """What the first answer of a request that goes on is doing."""
-        sequence: Sequence = self.world.engine._sequences[ask.request.request_id][ask.over.index(None)]
+        sequences = self.world.engine._sequences.get(ask.request.request_id)
+        if sequences is None:
+            return "nowhere"
+        sequence: Sequence = sequences[ask.over.index(None)]
         tiers = self.world.engine.scheduler.tiers
         if tiers is None or sequence.state is not SequenceState.WAITING:
             return sequence.state.value
@@ -176,6 +237,7 @@ class Users:
             if ask.ended or ask.over[out.index] is not None:
                 self.world.violated("I14", f"an output after the end of request {out.request_id}: {out}")
             got, wanted = ask.got[out.index], ask.wanted[out.index]
+            ask.delivered = True
             got += out.token_ids
             if got != wanted[: len(got)]:
                 self.world.violated("I14", f"request {out.request_id} answers {got}, which should be {wanted}")
@@ -219,15 +281,16 @@ class Users:
         switch = world.setup.rope_switch
         if 0 < switch < len(tokens):
             return
-        row = Row(0, 0, list(tokens), first_state(world.salted(None)))
+        weights = world.rng.randrange(2) if "weights update" in world.setup.faults else world.weights
+        row = Row(0, 0, list(tokens), first_state(world.salted(None, weights)))
         row.extend(len(tokens), 0)
-        parent = world.salted(None)
+        parent = world.salted(None, weights)
         for start in range(0, len(tokens) - size + 1, size):
             parent = world.key_of(parent, tuple(tokens[start : start + size]))
             states = tuple(row.states[start : start + size])
             world.know_key(states[-1], parent)
             self._published += 1
-            world.store.put(parent, Version(8, self._published), (states,) * world.setup.ranks)
+            world.store.put(parent, Version(NEIGHBOUR, self._published), (states,) * world.setup.ranks)
 
     # ---- the end
 

@@ -11,7 +11,7 @@ import heapq
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.simulation.engine_device import SimDevice, SimRunner, Touched, key_after
 from tests.simulation.engine_link import SimLink
@@ -32,13 +32,19 @@ FAULTS = (
     "late lookup", "lookup never answered", "slow disk", "slow copy", "failed copy", "late report", "refused save",
     "no credit", "stash lost",
 )  # fmt: skip
-NAMESPACE = Namespace(weights_id=b"w" * 32, kv_form="sim", numerics="sim", layout_id=b"l" * 32)
+LATER_FAULTS = ("weights update",)  # drawn last: seeds of before mean what they did
 LONG_LAYOUT = b"L" * 32
+FIRST_WRITER = 7
 STEP_S = 20e-6  # of the engine's own work in a turn
 MOST_IDLE_STEPS = 300
 TURNS = 300
 QUIET_TURNS = 30_000
 QUIET_S = 900.0
+
+
+def namespace(weights: int) -> Namespace:
+    """Of the weights with this number."""
+    return Namespace(weights_id=b"wv"[weights : weights + 1] * 32, kv_form="sim", numerics="sim", layout_id=b"l" * 32)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Setup:
         rng = random.Random(seed * 2 + 1)
         storm, restores = rng.choice(((True, False), (False, True), (False, False)))
         num_blocks = rng.randrange(5, 12) if storm else rng.randrange(5, 24)
-        return Setup(
+        setup = Setup(
             seed=seed,
             faults=frozenset(fault for fault in FAULTS if rng.randrange(3) == 0),
             ranks=rng.choice((1, 1, 2, 3)),
@@ -104,6 +110,7 @@ class Setup:
             token_us=rng.choice((20, 200, 1000)),
             turns=turns,
         )
+        return replace(setup, faults=setup.faults.union(fault for fault in LATER_FAULTS if rng.randrange(3) == 0))
 
     def engine_config(self) -> EngineConfig:
         """Of the engine."""
@@ -130,10 +137,10 @@ class Setup:
             prefetch_share=self.prefetch_share,
         )
 
-    def info(self) -> EngineInfo:
-        """What the engine is told of pool and model."""
+    def info(self, writer_id: int, namespace: Namespace) -> EngineInfo:
+        """What an engine is told of pool and model."""
         return EngineInfo(
-            writer_id=7,
+            writer_id=writer_id,
             pid=1,
             max_model_len=4096,
             pool_tokens=self.num_blocks * self.block_tokens,
@@ -144,7 +151,7 @@ class Setup:
             eos_token_ids=(),
             dtype="sim",
             device="sim",
-            namespace=NAMESPACE,
+            namespace=namespace,
             rope_switch=self.rope_switch,
             long_layout_id=LONG_LAYOUT if self.rope_switch else b"",
         )
@@ -161,41 +168,93 @@ class EngineWorld:
         self.trace = 0
         self.garbage = 0
         self.counts: dict[str, int] = {}
-        self.tables: dict[int, list[int]] = {}  # the leader's, by row
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._heap: list[tuple[float, int, int, Callable[[], object]]] = []
         self._order = 0
-        self._hashes: dict[int, int] = {}
         self._key_of_state: dict[int, bytes] = {}
         self._keys: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
-        self._salted: dict[str | None, bytes] = {}
+        self._salted: dict[tuple[int, str | None], bytes] = {}
+        self.num_notes = 0
+        self.weights = 0
+        self.engines: list[int] = []  # weights of all that there were; their writer ids count up from FIRST_WRITER
+        self.swap_at: float | None = None  # when the engine is to end; until then it takes no new requests
+        self.store = SimStore(self, setup.host_blocks, setup.nvme_blocks)
+        self._start_engine()
+        self.users = Users(self)
+
+    # ---- the engine's process
+
+    def _start_engine(self) -> None:
+        """Another process: nothing of the one before is left in memory."""
+        setup = self.setup
+        self.engines.append(self.weights)
+        self.tables: dict[int, list[int]] = {}  # the leader's, by row
+        self._hashes: dict[int, int] = {}
         self._copying: dict[str, tuple[int, ...]] = {}
         self._idle_steps = 0
-        self.num_notes = 0
         self.touched = Touched(self)
         self.devices = [SimDevice(self, rank, setup.num_blocks, setup.block_tokens) for rank in range(setup.ranks)]
-        self.runner = SimRunner(self)
-        self.store = SimStore(self, setup.host_blocks, setup.nvme_blocks)
+        self.runner = SimRunner(self, self.num_steps)
         self.link = SimLink(self, self.store, setup.credit)
+        info = setup.info(self.writer_id(), namespace(self.weights_told()))
         self.engine = Engine(
-            setup.engine_config(), self.runner, setup.info(), self.link, setup.offload_config(), lambda: self.now
+            setup.engine_config(), self.runner, info, self.link, setup.offload_config(), lambda: self.now
         )
-        self.users = Users(self)
+
+    num_steps = 0  # of engines that have ended
+
+    def writer_id(self) -> int:
+        """Of the engine that starts."""
+        return FIRST_WRITER + len(self.engines)
+
+    def weights_told(self) -> int:
+        """Number of the weights with whose digest the engine that starts makes its keys."""
+        return self.weights
+
+    def begin_update(self) -> None:
+        """The engine takes no new requests; it ends when those it has are answered, at the latest after a while."""
+        if self.swap_at is None:
+            self.swap_at = self.now + self.rng.choice((0.0, 0.002, 0.02, 0.2)) * self.rng.random()
+
+    def _swap(self) -> None:
+        """The engine ends, whatever is under way; another one starts, on other weights or, when these cannot be loaded,
+        on the same. Who has had nothing of an answer yet is answered by that.
+        """
+        self.swap_at = None
+        self.users.count_under_way()
+        again = self.users.withdraw()
+        self.users.count_stats()
+        self.num_steps = self.runner.num_steps
+        self.engine.close()
+        end = self.now + self.rng.uniform(0.001, 0.1)
+        while self._heap and self._heap[0][0] <= end:
+            self._next()
+        self.now = end
+        if self.rng.randrange(4):
+            self.weights = 1 - self.weights
+        self._start_engine()
+        self.users.submit_again(again)
+
+    def were_others_between(self, writer_id: int) -> bool:
+        """Whether an engine from before an update to other weights and back had this writer id."""
+        return any(weights != self.weights for weights in self.engines[max(0, writer_id - FIRST_WRITER - 1) :])
 
     # ---- time
 
-    def at(self, when: float, action: Callable[[], object]) -> None:
-        """Do something at a time."""
+    def at(self, when: float, action: Callable[[], object], *, by_store: bool = False) -> None:
+        """Do something at a time. What the store does comes true also if the engine has ended by then."""
         self._order += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._order, action))
+        life = 0 if by_store else len(self.engines)
+        heapq.heappush(self._heap, (max(when, self.now), self._order, life, action))
 
-    def later(self, delay: float, action: Callable[[], object]) -> None:
+    def later(self, delay: float, action: Callable[[], object], *, by_store: bool = False) -> None:
         """Do something after a while."""
-        self.at(self.now + delay, action)
+        self.at(self.now + delay, action, by_store=by_store)
 
     def _next(self) -> None:
-        when, _, action = heapq.heappop(self._heap)
+        when, _, life, action = heapq.heappop(self._heap)
         self.now = max(self.now, when)
-        action()
+        if life in (0, len(self.engines)) and not (life and self.link.closed):
+            action()
 
     def run_until(self, over: Callable[[], bool]) -> None:
         """Let time pass, as somebody waits."""
@@ -228,11 +287,12 @@ class EngineWorld:
 
     # ---- oracles
 
-    def salted(self, salt: str | None) -> bytes:
-        """Digest of the namespace under a salt, RoPE left out."""
-        if salt not in self._salted:
-            self._salted[salt] = NAMESPACE.digest(salt)
-        return self._salted[salt]
+    def salted(self, salt: str | None, weights: int | None = None) -> bytes:
+        """Digest of the namespace of some weights, or those of now, under a salt, RoPE left out."""
+        name = (self.weights if weights is None else weights, salt)
+        if name not in self._salted:
+            self._salted[name] = namespace(name[0]).digest(salt)
+        return self._salted[name]
 
     def key_of(self, parent: bytes, tokens: tuple[int, ...]) -> bytes:
         """Key of a full block."""
@@ -294,7 +354,11 @@ class EngineWorld:
             for _ in range(self.setup.turns):
                 if self.rng.randrange(4) == 0:
                     self._act()
+                if self.swap_at is not None and (self.now >= self.swap_at or not self.engine.has_work):
+                    self._swap()
                 self._turn()
+            self.swap_at = None
+            self.users.submit_again([])
             if self.strikes("cancel", 2):
                 self.users.cancel_all()
             self.quiet = True
@@ -332,6 +396,8 @@ class EngineWorld:
             self.engine.reset_prefix_cache()
         elif choice < 94 and self.strikes("store lost", 1):
             self.link.lose_store()
+        elif choice >= 94 and self.strikes("weights update", 1):
+            self.begin_update()
 
     def _turn(self) -> bool:
         """One thing: a step of the engine, or the next thing that happens below it. False: nothing ever will."""
@@ -395,6 +461,10 @@ class EngineWorld:
             self.violated("I11", f"held after the last request: {stats}")
         if link.num_lent != link.credit:
             self.violated("I8", f"{link.num_lent} slots are lent; the credit is {link.credit}")
+        if self.store.lent != {id(link): link.credit}:
+            self.violated("I11", f"the store lends {sorted(self.store.lent.values())}; the credit is {link.credit}")
+        if pins := sum(stored.pins for stored in self.store.blocks.values()):
+            self.violated("I11", f"{pins} pins are left in the store")
         self.users.check_planner()
 
 

@@ -13,21 +13,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
+from tests.simulation.group_ranks import SimNode, SimRank, SimTransport, weights_id
 from tests.simulation.group_world import Group, GroupWorld, Setup
+from tests.simulation.world import chain
 from tournant.kvstore.block import Version
+from tournant.kvstore.events import ReportEntry
 from tournant.kvstore.groups import Handle
+from tournant.kvstore.node_store import NodeStore
 from tournant.workers import group_merge, link_reads
 from tournant.workers.group_merge import GroupMerge
+from tournant.workers.link_reads import LinkReads
 from tournant.workers.link_saves import LinkSaves
 from tournant.workers.link_session import LinkSession
 from tournant.workers.transfer_messages import (
     Copied,
     Detached,
     EndRead,
+    Event,
     Found,
     Leave,
     Lent,
     Order,
+    ReadEnded,
     Saved,
     Stashed,
     Unstashed,
@@ -223,8 +230,130 @@ def _stay(session: LinkSession, order: Order, since: float) -> None:
 _ORDER = LinkSession.order
 
 
-def _same_writer(world: GroupWorld, old: Group | None) -> Group:
-    return Group(world, world.rng.getrandbits(63) if old is None else old.writer_id)
+def _same_writer(world: GroupWorld, old: Group | None) -> int:
+    return world.rng.getrandbits(63) if old is None else old.writer_id
+
+
+# ---- other weights
+
+
+def _take_for_the_weights_in_use(store: NodeStore, client: Any, writer: Any, entry: ReportEntry) -> bool:
+    """What comes late counts as the work of whoever has attached last for this part."""
+    last = [one for one in store.clients.by_number.values() if one.attach.part == client.attach.part][-1]
+    own, client.weights = client.weights, last.weights
+    taken = _TAKE(store, client, writer, entry)
+    client.weights = own
+    return taken
+
+
+_TAKE = NodeStore._take_entry
+
+
+def _heard_by_the_next(group: Group, rank: int, event: Event) -> None:
+    """Who speaks is not compared with who is meant: what an old rank says reaches the group of now."""
+    world = group.world
+    seats = [seat for seat, uids in world._seats.items() if group.uid in uids]
+    _HEAR(world.groups[seats[0]] if seats else group, rank, event)
+
+
+_HEAR = Group.hear
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _kill_without_exit(rank: SimRank) -> None:
+    """The store does not hear that the process is gone."""
+    with patch.object(SimTransport, "close", _nothing):
+        _KILL(rank)
+
+
+_KILL = SimRank.kill
+
+# ---- said twice, late, or out of turn
+
+
+def _counted_twice(method: str, table: str, number: str, said: str) -> Any:
+    """What one rank says again stands for a rank that has said nothing yet."""
+    original = getattr(GroupMerge, method)
+
+    def take(merge: GroupMerge, rank: int, event: Any) -> None:
+        going = getattr(merge, table).get(getattr(event, number, None))
+        answers = getattr(going, said) if going is not None else {}
+        others = [other for other in merge._all if other not in answers]
+        original(merge, others[0] if rank in answers and others else rank, event)
+
+    return take
+
+
+def _lent_again(merge: GroupMerge, rank: int, event: Any) -> None:
+    down = merge._down.get(event.save if isinstance(event, Saved) else event.stash)
+    if down is not None:
+        down.answered.pop(rank, None)
+    _ANSWERED(merge, rank, event)
+
+
+def _ended_again(merge: GroupMerge, rank: int, event: ReadEnded) -> None:
+    was_open = event.read in merge._reads
+    _ON_ENDED(merge, rank, event)
+    if not was_open:
+        merge._emit(event)
+
+
+_ON_ENDED = GroupMerge._on_ended
+
+
+def _brought_back_again(merge: GroupMerge, rank: int, event: Unstashed) -> None:
+    merge._up.setdefault(event.stash, {other: event for other in merge._all if other != rank})
+    _UNSTASHED(merge, rank, event)
+
+
+def _say_out_of_turn(rank: SimRank, event: Event) -> None:
+    rank._heard_at = 0
+    _EMIT(rank, event)
+
+
+_EMIT = SimRank.emit
+
+
+def _tell_out_of_turn(rank: SimRank, orders: Sequence[Order]) -> None:
+    for order in orders:
+        rank._told_at = 0
+        _TELL_RANK(rank, [order])
+
+
+_TELL_RANK = SimRank.tell
+
+
+def _take_back_from_the_stopped(node: SimNode) -> None:
+    """Who has not moved for a while loses what is lent to it."""
+    now, core = node.world.now, node.core
+    for number, transport in node.clients.items() if node.up else ():
+        client = core.clients.by_number.get(number)
+        if client is not None and transport.rank.paused_until > now:
+            for slot in client.lent.values():
+                core.residency.pool.free(slot)
+            client.lent = {}
+    _TICK(node)
+
+
+_TICK = SimNode._tick
+
+
+def _over_although_it_copies(reads: LinkReads, read: Any) -> None:
+    """A read ends at once, its copy when it likes."""
+    job = read.job
+    _END(reads, read)
+    if job is not None and read.number in reads._reads:
+        reads._at.emit(ReadEnded(read.number, 0))
+
+
+_END = LinkReads._end
+
+
+def _ended_while_copying(session: LinkSession) -> bool:
+    return bool(session.attachment.over)
 
 
 GROUP_MUTANTS = (
@@ -274,6 +403,45 @@ GROUP_MUTANTS = (
     GroupMutant("other ranks keep what they have when one has lost its store", ("I11", "I8", "I4"),
                 ((GroupMerge, "_on_detached", _others_stay),), ("store killed",), {"ranks": 2, "nodes": 2}),
     GroupMutant("a group that is formed anew keeps its writer id", ("I1", "I2", "I3"),
-                ((GroupWorld, "form", _same_writer),), ("group formed anew", "old rank lives on", "evictions"),
+                ((GroupWorld, "new_writer", _same_writer),), ("group formed anew", "old rank lives on", "evictions"),
                 {"ranks": 2, "nodes": 2, "groups": 1, **LONG}),
+    GroupMutant("a group on other weights keeps its writer id", ("I3",),
+                ((GroupWorld, "new_writer", _same_writer),), ("weights update",), LONG),
+    GroupMutant("a group on other weights tells its stores the weights_id from before", ("I9",),
+                ((Group, "weights_id", property(lambda group: weights_id(1))),), ("weights update",)),
+    GroupMutant("a group on other weights makes its keys with the weights_id from before", ("I9",),
+                ((Group, "chain", lambda group, document: chain(1, 0, document)),), ("weights update",), LONG),
+    GroupMutant("ranks do not compare their weights when the group forms", ("I9",),
+                ((Group, "is_of_one_mind", True),), ("weights update", "rank on old weights"), LONG),
+    GroupMutant("a late save of the old engine is taken under the identity of the new one", ("I9",),
+                ((NodeStore, "_take_entry", _take_for_the_weights_in_use),),
+                ("weights update", "old rank lives on", "stalled rank"), {"groups": 1, **LONG}),
+    GroupMutant("what a rank of the old group says is heard by the new leader", ("I4", "I8", "I11"),
+                ((Group, "hear", _heard_by_the_next),), ("weights update", "old rank lives on", "stalled rank"), LONG),
+    GroupMutant("the change of weights does not end what is under way", ("I11",),
+                ((GroupMerge, "end", _nothing),), ("weights update",)),
+    GroupMutant("what is lent to the ranks of the old engine stays lent", ("I11",),
+                ((SimRank, "kill", _kill_without_exit),), ("weights update",)),
+    GroupMutant("what is said twice counts as said by two: loads", ("I8", "I2", "I4"),
+                ((GroupMerge, "_on_ended", _counted_twice("_on_ended", "_reads", "read", "ended")),),
+                ("said twice", "slow copy", "late rank"), LONG),
+    GroupMutant("what is said twice counts as said by two: copies", ("I5",),
+                ((GroupMerge, "_on_copied", _counted_twice("_on_copied", "_down", "number", "copied")),),
+                ("said twice", "slow copy", "late rank"), LONG),
+    GroupMutant("slots that are lent back in an answer that is said twice count twice", ("I8",),
+                ((GroupMerge, "_on_answered", _lent_again),), ("said twice", "late rank"), LONG),
+    GroupMutant("a read that has ended ends again when a rank says so again", ("I4",),
+                ((GroupMerge, "_on_ended", _ended_again),), ("said twice",)),
+    GroupMutant("a stash that is back comes back again when a rank says so again", ("I4",),
+                ((GroupMerge, "_on_unstashed", _brought_back_again),), ("said twice",), LONG),
+    GroupMutant("what a rank says overtakes what it has said before", ("I4", "I8", "I11"),
+                ((SimRank, "emit", _say_out_of_turn),), ("late rank",)),
+    GroupMutant("what a rank is told overtakes what it was told before", ("I4", "I8", "I11"),
+                ((SimRank, "tell", _tell_out_of_turn),), ("late order",)),
+    GroupMutant("what is lent to a stopped rank is taken back", ("I5", "I11"),
+                ((SimNode, "_tick", _take_back_from_the_stopped),), ("stalled rank", "slow copy")),
+    GroupMutant("a read is over although its copy goes on", ("I8", "I4"),
+                ((LinkReads, "_end", _over_although_it_copies),), ("cancel", "slow copy"), LONG),
+    GroupMutant("a store is left although copies into it go on", ("I4", "I5", "I8", "I11"),
+                ((LinkSession, "ended", property(_ended_while_copying)),), ("store killed", "slow copy")),
 )  # fmt: skip

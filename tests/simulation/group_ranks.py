@@ -27,6 +27,7 @@ from tournant.kvstore.events import (
     Disconnect,
     Report,
     Reported,
+    ReportEntry,
     Send,
     SetGenerations,
     Tick,
@@ -44,9 +45,11 @@ from tournant.workers.transfer_messages import (
     Detached,
     Event,
     Fetched,
+    Lent,
     Loaded,
     Order,
     ReadEnded,
+    Refused,
     Save,
     Stash,
 )
@@ -59,6 +62,12 @@ SLOT_BYTES = 4096
 TICK_US = 20_000
 TIMEOUT_S = 5.0
 MASK = (1 << 64) - 1
+UNNUMBERED = (Attached, Detached, Lent, Refused)  # events that belong to no order: each is said once
+
+
+def weights_id(weights: int) -> bytes:
+    """Digest of the weights with this number."""
+    return bytes([weights]) * 32
 
 
 class SimMemory(Memory):
@@ -82,6 +91,7 @@ class SimNode:
         self.world = world
         self.name = name
         self.reported: set[tuple[bytes, Version, Part]] = set()
+        self._writers: dict[tuple[bytes, Version, Part], int] = {}  # numbers of the groups that wrote them
         self.disk = Disk(world.rng, world.setup.faults, world.count)
         self.clients: dict[int, SimTransport] = {}
         self.numbers = 0
@@ -193,6 +203,26 @@ class SimNode:
         for place, entry in enumerate(event.entries):
             if place not in reply.refused and part is not None:
                 self.reported.add((entry.key, entry.version, part))
+                self._check_filed(entry, part)
+
+    def _check_filed(self, entry: ReportEntry, part: Part) -> None:
+        """I3: a version of a part is one group's; I9: it is filed under the weights that its writer has."""
+        core, meant = self.core, self.world.meant.get(entry.checksum)
+        if meant is None:
+            return
+        name, uid = (entry.key, entry.version, part), meant[1][1]
+        if self._writers.setdefault(name, uid) != uid:
+            self.world.violated("I3", f"groups {self._writers[name]} and {uid} both have written {entry.version}")
+        group = core.residency.index.find(entry.key, entry.version.writer_id, entry.version.counter)
+        if group is not None and core.weights.entries[group.weights].weights_id != weights_id(
+            self.world.weights_of[uid - 1]
+        ):
+            self.world.violated("I9", f"{entry.version} of group {uid} is filed under other weights than it has")
+
+    @property
+    def is_spilling(self) -> bool:
+        """Whether a block is being written to disk."""
+        return any(copy.io for group in self.core.residency.index.by_gid.values() for copy in group.copies)
 
     def has(self, key: bytes, part: Part) -> dict[Version, bool]:
         """Whole versions of a key that have this part here, and whether they are in host slots."""
@@ -368,6 +398,7 @@ class SimRank:
         self.group, self.world, self.number, self.node = group, group.world, number, node
         self.part_index, self.part = part_index, group.world.parts[part_index]
         self.publishes, self.local_parts = publishes, local_parts
+        self.weights = group.weights
         self.own_writer = self.world.rng.getrandbits(64)
         self.blocks: dict[int, int] = {}
         self.alive = True
@@ -426,7 +457,9 @@ class SimRank:
         writer_id, parts = self.group.writer_id, self.local_parts
         if not self.publishes:
             writer_id, parts = self.own_writer, (self.part,)
-        identity = Identity(b"w" * 32, "fp32", writer_id, self.part, parts, SLOT_BYTES, self.world.setup.credit)
+        identity = Identity(
+            self.group.weights_id, "fp32", writer_id, self.part, parts, SLOT_BYTES, self.world.setup.credit
+        )
         if not node.up:
             self.soon(again, self._attach)
             return
@@ -508,6 +541,9 @@ class SimRank:
         late = self.world.rng.randrange(200_000) if self.number and self.world.strikes("late rank", 20) else 0
         self._heard_at = max(self._heard_at, self.world.now + self.world.way(self.number) + late)
         self.world.later(self._heard_at - self.world.now, lambda: self.group.hear(self.number, said))
+        if self.number and not isinstance(event, UNNUMBERED) and self.world.strikes("said twice", 6):
+            again = self._heard_at + self.world.rng.randrange(1, 100_000)
+            self.world.later(again - self.world.now, lambda: self.group.hear(self.number, said))
 
     # ---- device blocks
 

@@ -13,10 +13,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.simulation.group_ranks import SimNode, SimRank
+from tests.simulation.group_ranks import SimNode, SimRank, weights_id
 from tests.simulation.memory import content
 from tests.simulation.world import Violation, chain
-from tournant.kvstore.block import Part, Version
+from tournant.kvstore.block import BlockRef, Part, Version
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.group_link import GroupLink, publishers
 from tournant.workers.transfer_messages import (
@@ -52,6 +52,7 @@ FAULTS = (
     "slow copy", "failed copy", "late rank", "late order", "stalled rank", "store killed", "host bit flip", "cancel",
     "group formed anew", "old rank lives on", "evictions", "slow disk", "read error", "write error", "hung disk",
 )  # fmt: skip
+LATER_FAULTS = ("weights update", "rank on old weights", "said twice")  # drawn last: seeds of before mean what they did
 NUM_BLOCKS = 24
 NUM_DOCUMENTS = 4
 MOST_READS = 4  # at once; a store takes two of a rank
@@ -87,9 +88,9 @@ class Setup:
         nodes = rng.randrange(1, ranks + 1)
         lent = -(-ranks // nodes) * groups * credit
         slots = int(lent / LENT_SHARE) + rng.randrange(2, 40)
-        return Setup(
-            seed, faults, ranks, groups, nodes, rng.randrange(4) == 0, slots, credit, rng.randrange(2) == 0, events
-        )
+        shared_heads, nvme = rng.randrange(4) == 0, rng.randrange(2) == 0
+        faults |= {fault for fault in LATER_FAULTS if rng.randrange(3) == 0}
+        return Setup(seed, faults, ranks, groups, nodes, shared_heads, slots, credit, nvme, events)
 
 
 @dataclass(eq=False)
@@ -138,12 +139,14 @@ class LeaderLink:
 
 
 class Group:
-    """One group of ranks under one writer id, and its engine."""
+    """One group of ranks under one writer id, and its engine. weights: number of those that all ranks are to have."""
 
-    def __init__(self, world: GroupWorld, writer_id: int) -> None:
+    def __init__(self, world: GroupWorld, writer_id: int, weights: int = 1) -> None:
         setup = world.setup
-        self.world, self.writer_id, self.uid = world, writer_id, world.next_group()
+        self.world, self.writer_id, self.uid = world, writer_id, world.next_group(weights)
+        self.weights = weights
         self.alive = True
+        self.admits = True  # new requests; not while the weights are about to be changed
         self.where = [world.nodes[rank * setup.nodes // setup.ranks] for rank in range(setup.ranks)]
         self.index = [rank // 2 if setup.shared_heads else rank for rank in range(setup.ranks)]
         names = [node.name for node in self.where]
@@ -208,18 +211,69 @@ class Group:
             self.world.violated(text.split(":")[0] if text[0] == "I" and ":" in text[:4] else "I8", text)
 
     def is_held(self, block: int, *names: tuple[str, int]) -> bool:
-        """Whether a block is held for an order."""
-        return self.held.get(block) in names
+        """Whether a block is held for an order. Nobody gives a block back in a rank that has outlived its group."""
+        return not self.alive or self.held.get(block) in names
 
     def end(self, rng: random.Random) -> None:
-        """The parent kills all; one that it cannot reach may live on for a while."""
+        """The parent kills all; one that it cannot reach may live on for a while, stopped at first or not."""
         self.alive = False
         for rank in self.ranks:
             if rank.number and self.world.strikes("old rank lives on", 2):
-                self.world.later(rng.randrange(50_000, 500_000), rank.kill)
+                lives_us = rng.randrange(50_000, 500_000)
+                if self.world.strikes("stalled rank", 2):
+                    rank.paused_until = max(rank.paused_until, self.world.now + rng.randrange(20_000, 300_000))
+                    lives_us += rank.paused_until - self.world.now
+                    self.world.count("old rank wakes")
+                self.world.later(lives_us, rank.kill)
                 self.world.old.append(rank)
             else:
                 rank.kill()
+
+    # ---- other weights
+
+    @property
+    def weights_id(self) -> bytes:
+        """That its links tell their stores."""
+        return weights_id(self.weights)
+
+    def chain(self, document: int) -> tuple[list[bytes], list[int]]:
+        """Keys of a document, made with the digest of its weights, and what the right weights give."""
+        return chain(self.weights, 0, document)
+
+    def computed(self, rank: SimRank, document: int, place: int, ref: BlockRef) -> int:
+        """What a rank has in a block that the group has just computed."""
+        world, (_, contexts) = self.world, chain(rank.weights, 0, document)
+        value = world.mean(contexts[place], ref.key, ref.version, self.uid, rank.part_index)
+        world.made_with[value] = rank.weights
+        return value
+
+    @property
+    def is_of_one_mind(self) -> bool:
+        """Whether all ranks have the weights that they are to have; compared when the group forms."""
+        return all(rank.weights == self.weights for rank in self.ranks)
+
+    def close(self) -> None:
+        """I11: the engine ends, however much is under way; nothing is left open. Its processes go on until `end`."""
+        self._count_under_way()
+        self.alive = False
+        self.link.close(0.0)
+        for event in self.link.take_events():
+            self._on_event(event)
+        if self._open() or self.held or self.attached:
+            self.world.violated("I11", f"the engine has ended, not so {self._open()}; blocks are held for {self.held}")
+
+    def _count_under_way(self) -> None:
+        stores = {id(node): node for node in self.where}.values()
+        for name, is_so in (
+            ("lookup", any(one.found is None for one in self.reads.values())),
+            ("fetch", any(one.found is not None and not one.fetched for one in self.reads.values())),
+            ("load", any(one.load is not None for one in self.reads.values())),
+            ("copy down", any(one.entries and not one.copied for one in self.going.values())),
+            ("report", any(one.entries and one.copied for one in self.going.values())),
+            ("stash", bool(self.coming) or any(not one.entries for one in self.going.values())),
+            ("spill", any(node.is_spilling for node in stores)),
+        ):  # fmt: skip
+            self.world.count(f"update during {name}", int(is_so))
 
     # ---- what an engine does
 
@@ -230,9 +284,10 @@ class Group:
         if choice < 32:
             self.publish()
         elif choice < 62:
-            self.look_up()
+            if self.admits:
+                self.look_up()
         elif choice < 65:
-            keys, _ = chain(1, 0, rng.randrange(NUM_DOCUMENTS))
+            keys, _ = self.chain(rng.randrange(NUM_DOCUMENTS))
             self.submit(Used(tuple(keys[: rng.randrange(1, 5)])))
         elif choice < 75:
             self.stash()
@@ -260,13 +315,14 @@ class Group:
             del self.held[block]
             self.accepted_early.discard(block)
             self.free.append(block)
-            for rank in self.ranks:
+            for rank in self.ranks if self.alive else ():
                 rank.blocks[block] = self.world.garbage()
 
     def publish(self) -> None:
         """Blocks of a chain were computed: on every rank its part of what this version is."""
         world = self.world
-        keys, contexts = chain(1, 0, world.rng.randrange(NUM_DOCUMENTS))
+        document = world.rng.randrange(NUM_DOCUMENTS)
+        keys, _ = self.chain(document)
         first = world.rng.randrange(len(keys)) if world.rng.randrange(3) == 0 else 0
         count = min(world.rng.randrange(1, 5), len(keys) - first, self.credit.credits[0], len(self.free))
         if not self.attached or not count:
@@ -277,16 +333,14 @@ class Group:
         entries = []
         for place, (block, ref) in enumerate(zip(blocks, refs, strict=True)):
             for rank in self.ranks:
-                rank.blocks[block] = world.mean(
-                    contexts[first + place], ref.key, ref.version, self.uid, rank.part_index
-                )
+                rank.blocks[block] = self.computed(rank, document, first + place, ref)
             entries.append(SaveEntry(block, ref.key, ref.version, 10, first + place))
         self.going[number] = Going(tuple(entries), blocks)
         self.submit(Save(number, tuple(entries)))
 
     def look_up(self) -> None:
         """Ask for a chain, or its beginning."""
-        keys, _ = chain(1, 0, self.world.rng.randrange(NUM_DOCUMENTS))
+        keys, _ = self.chain(self.world.rng.randrange(NUM_DOCUMENTS))
         if len(self.reads) == MOST_READS:
             return
         number = self.next_number()
@@ -412,12 +466,13 @@ class Group:
         self.submit(reading.load)
 
     def _on_progress(self, event: Loaded | ReadEnded) -> None:
+        """An engine that has ended is told of no block."""
         reading = self.reads.get(event.read)
         blocks = () if reading is None or reading.load is None else reading.load.blocks
         self._require(
             reading is not None
             and reading.found is not None
-            and reading.loaded + isinstance(event, Loaded) <= event.count <= len(blocks),
+            and reading.loaded * self.alive + isinstance(event, Loaded) <= event.count <= len(blocks),
             event,
         )
         if reading is None:
@@ -433,21 +488,29 @@ class Group:
         del self.reads[event.read]
 
     def _accept(self, reading: Reading, block: int, key: bytes) -> None:
-        """I1, I2, I3: what a kernel would read now is, on every rank, its part of one version of this key."""
+        """I1, I2, I3, I9: what a kernel would read now is, on every rank, its part of one version of this key, computed
+        with the weights that this group has.
+        """
         world = self.world
         found: set[tuple[Version, int]] = set()
         for rank in self.ranks:
-            meant = world.meant.get(rank.blocks.get(block, 0))
+            value = rank.blocks.get(block, 0)
+            meant = world.meant.get(value)
             if meant is None or meant[0] != key or meant[2] != rank.part_index:
                 world.violated("I2", f"read {reading.number}: rank {rank.number} has {meant} in block {block}")
                 return
             found.add(meant[1])
+            if world.made_with[value] != self.weights:
+                other = world.made_with[value]
+                world.violated("I9", f"rank {rank.number} reads KV of weights {other} on weights {self.weights}")
             if (key, meant[1][0], rank.part) not in rank.node.reported:
                 world.violated("I3", f"read {reading.number}: {meant[1]} was never reported")
         if len(found) > 1:
             world.violated("I1", f"read {reading.number}: ranks have {found} in block {block}")
         world.count("accepted")
-        world.count("accepted of another group", int(found.pop()[1] != self.uid))
+        writer = found.pop()[1]
+        world.count("accepted of another group", int(writer != self.uid))
+        world.count("accepted after going back", int(world.were_others_between(writer, self)))
 
     def _on_saved(self, event: Saved) -> None:
         going = self.going.pop(event.save, None)
@@ -505,13 +568,16 @@ class GroupWorld:
         self.rng = random.Random(self.setup.seed)
         self.now, self.steps, self.trace, self.quiet = 1_000_000, 0, 0, False
         self.meant: dict[int, tuple[bytes, tuple[Version, int], int]] = {}  # key, version and its group, part
-        self._num_groups = 0
+        self.made_with: dict[int, int] = {}  # the same -> weights of the rank that computed it
+        self.weights_of: list[int] = []  # by number of a group, from 1 on
+        self._seats: dict[int, list[int]] = {}  # numbers of the groups that were in one place, in order
         self.old: list[SimRank] = []
         self._garbage = self._order = 0
         self._heap: list[tuple[int, int, SimRank | None, Callable[[], object]]] = []
         self.parts = tuple(Part(0, 2, head, head + 1) for head in range(self.setup.ranks))
         self.nodes = [SimNode(self, f"node {number}") for number in range(self.setup.nodes)]
         self.groups = [self.form(None) for _ in range(self.setup.groups)]
+        self._seats = {seat: [group.uid] for seat, group in enumerate(self.groups)}
 
     lent_share = LENT_SHARE
 
@@ -566,15 +632,56 @@ class GroupWorld:
         self.meant[value] = (key, (version, group), part)
         return value
 
-    def form(self, old: Group | None) -> Group:
-        """A new group of ranks, in the place of an old one. A mutant keeps its writer id."""
-        del old
-        return Group(self, self.rng.getrandbits(63))
+    def form(self, old: Group | None, weights: int = 0) -> Group:
+        """A new group of ranks, in the place of an old one, on its weights or others. A mutant keeps its writer id."""
+        return Group(self, self.new_writer(old), weights or (1 if old is None else old.weights))
 
-    def next_group(self) -> int:
+    def new_writer(self, old: Group | None) -> int:
+        """Writer id of a group that takes the place of an old one."""
+        del old
+        return self.rng.getrandbits(63)
+
+    def replace(self, old: Group, weights: int = 0) -> None:
+        """Another group in the place of one that has ended. One of whose ranks has other weights is formed again."""
+        seat = self.groups.index(old)
+        group = self.form(old, weights)
+        if group.weights != old.weights and self.strikes("rank on old weights", 2):
+            self.rng.choice(group.ranks).weights = old.weights
+            if not group.is_of_one_mind:
+                group.end(self.rng)
+                group = self.form(group, weights)
+        self.groups[seat] = group
+        self._seats[seat].append(group.uid)
+
+    def begin_update(self, group: Group) -> None:
+        """A group takes no new requests; after a while it ends, whatever it has under way, and another one comes up on
+        other weights, or, when these cannot be loaded, on the same.
+        """
+        if not group.admits:
+            return
+        group.admits = False
+        weights = group.weights if self.rng.randrange(4) == 0 else 3 - group.weights
+
+        def swap() -> None:
+            if not group.alive or self.quiet:
+                group.admits = True
+                return
+            group.close()
+            group.end(self.rng)
+            self.replace(group, weights)
+
+        self.later(self.rng.randrange(500, 100_000), swap)
+
+    def were_others_between(self, writer: int, group: Group) -> bool:
+        """Whether a block was written in the place of a group before that had other weights for a while."""
+        seat = self._seats[self.groups.index(group)] if group in self.groups else []
+        later = seat[seat.index(writer) :] if writer in seat else []
+        return any(self.weights_of[uid - 1] != group.weights for uid in later)
+
+    def next_group(self, weights: int) -> int:
         """Its number among all groups that there ever were."""
-        self._num_groups += 1
-        return self._num_groups
+        self.weights_of.append(weights)
+        return len(self.weights_of)
 
     def garbage(self) -> int:
         """Bytes that mean nothing."""
@@ -622,12 +729,14 @@ class GroupWorld:
                 memory.contents[rng.choice(sorted(memory.contents))] ^= 1 << 70
         elif self.strikes("group formed anew", 20):
             group.end(rng)
-            self.groups[self.groups.index(group)] = self.form(group)
+            self.replace(group)
         elif self.strikes("evictions", 3):
             node = rng.choice(self.nodes)
             groups = [one for one in node.core.residency.index.by_gid.values() if one.complete and not one.busy]
             if node.up and groups:
                 node.core.residency.drop(rng.choice(groups))
+        elif self.strikes("weights update", 5):
+            self.begin_update(group)
 
     def _rest(self, when: str) -> None:
         end = asked = self.now + QUIET_US
@@ -647,7 +756,11 @@ class GroupWorld:
         )
 
     def _check_quiet(self) -> None:
-        """I11: no block is held."""
+        """I11: no block is held, and nobody is attached but the ranks that there are."""
+        attached = sum(rank.session is not None for group in self.groups for rank in group.ranks)
+        clients = sum(len(node.core.clients.by_number) for node in self.nodes)
+        if clients != attached:
+            self.violated("I11", f"{clients} clients are attached, of {attached} ranks")
         for group in self.groups:
             if len(group.free) != NUM_BLOCKS:
                 self.violated("I11", f"blocks are held for {group.held} after a quiet tail")
@@ -656,7 +769,7 @@ class GroupWorld:
         """I13: what every rank has in one version is found, in the tier that it is in; nothing else is."""
         for group in self.groups:
             for document in range(NUM_DOCUMENTS):
-                keys, _ = chain(1, 0, document)
+                keys, _ = group.chain(document)
                 number = group.next_number()
                 group.reads[number] = reading = Reading(number, tuple(keys[:4]))
                 before = self._expected(group, reading.keys)
@@ -669,6 +782,7 @@ class GroupWorld:
                 if tiers not in (before, after):
                     self.violated("I13", f"of document {document} {tiers!r} is found; there is {before!r}, {after!r}")
                 self.count("found at the end", len(tiers))
+                self.count("found of both weights", len(tiers) * int(len(set(self.weights_of)) > 1))
                 self._rest("after a lookup")
 
     def _expected(self, group: Group, keys: Sequence[bytes]) -> bytes:

@@ -333,6 +333,21 @@ def _adopt_into_anything(adoption: Adoption, entry: ReportEntry, part: int, weig
 
 _TAKE_OVER = Adoption.take_over
 
+
+def _take_back_from_the_stopped(world: World) -> None:
+    """Who has not moved for a while loses what is lent to it."""
+    clients = world.core.clients.by_number
+    for client in [clients[number] for number, rank in world._ranks.items() if number in clients and world.store_up]:
+        if world._ranks[client.attach.client].paused_until > world.now:
+            for slot in client.lent.values():
+                world.core.residency.pool.free(slot)
+            world._lent[client.attach.client] = {}
+            client.lent = {}
+    _TICK(world)
+
+
+_TICK = World._tick
+
 KILLS = ("rank killed", "eof lies", "store killed")
 
 MUTANTS = (
@@ -398,4 +413,6 @@ MUTANTS = (
     Mutant("what was adopted gets a version of its own", ("I3",), (),
            ((Adopter, "version_of", lambda adopter, version: Version(7, version.counter)),)),
     Mutant("a part that is here is adopted again", ("I6",), (), ((Adoption, "take_over", _adopt_into_anything),)),
+    Mutant("what is lent to a stopped writer is taken back", ("I5", "I8", "I11"), ("stalled rank", "slow copy"),
+           ((World, "_tick", _take_back_from_the_stopped),)),
 )  # fmt: skip

@@ -44,7 +44,7 @@ from tournant.workers.transfer_messages import (
 PATIENCE_S = 30.0
 BLOCK_BYTES = 3 * PAGE_BYTES - 96
 PART = Part(0, 2, 0, 2)
-_writers = itertools.count(1)
+_writers = itertools.count(100_000)  # other than those of store_harness.py
 E_ = TypeVar("E_")
 
 
@@ -72,8 +72,9 @@ class Engine:
         if "images" in config:
             self.images = config.pop("images")(self.images)
         agent = config.pop("agent", None)
+        sharing = config.pop("num_sharing", 1)
+        identity = LinkIdentity(b"w" * 32, "bf16", self.writer_id, PART, num_sharing=sharing)
         made = OffloadConfig(str(socket), **{"credit_blocks": 8} | config)
-        identity = LinkIdentity(b"w" * 32, "bf16", self.writer_id, PART)
         wake = self._happened.set
         self.link = StoreLink(socket, identity, self.images, made, wake, timeout_s=timeout_s, agent=agent)
 

@@ -26,6 +26,7 @@ from tournant.workers.parallel import check_split
 from tournant.workers.parallel_runner import ParallelRunner, ShardRunner
 from tournant.workers.rank_group import Membership, RankGroup, open_store
 
+TOKEN = b"t" * 32
 TIMEOUT_S = 20.0
 NUM_NEW = 12
 LEAST_GAP = 5e-3
@@ -116,9 +117,10 @@ class Replica:
         self._store = open_store("127.0.0.1")
         writer_id = ranks.next_writer_id()
         self.others = ranks.running[: split.size - 1]
-        members = [Membership("m", writer_id, split, rank, timeout_s=timeout_s) for rank in range(split.size)]
+        members = [Membership("m", writer_id, split, rank, TOKEN, timeout_s=timeout_s) for rank in range(split.size)]
         for member in members[1:]:
-            order = {"member": asdict(member), "config": asdict(config), "folder": str(others_folder or folder)}
+            plain = asdict(member) | {"token": TOKEN.hex()}
+            order = {"member": plain, "config": asdict(config), "folder": str(others_folder or folder)}
             order |= {"port": self._store.port, "weights_id": weights_id.hex()}
             self.others[member.rank - 1].pipe.send_bytes(json.dumps(order).encode())
         files = files_of(folder)

@@ -24,7 +24,9 @@ from tournant.workers.split import Split
 
 def follow(order: dict[str, Any]) -> str:
     """Serve one group until it ends; "" or what went wrong."""
-    member = Membership(**order["member"] | {"split": Split(**order["member"]["split"])})
+    plain = order["member"]
+    changes = {"split": Split(**plain["split"]), "token": bytes.fromhex(plain["token"])}
+    member = Membership(**plain | changes)
     config, files = EngineConfig(**order["config"]), files_of(Path(order["folder"]))
     group = None
     try:

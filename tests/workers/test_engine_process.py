@@ -29,6 +29,7 @@ from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(dtype="float32", deterministic=True, kv_cache_bytes=64 * 16 * 2048)
+PATIENCE_S = 240.0
 
 
 @asynccontextmanager
@@ -65,7 +66,7 @@ class Answer:
 
 def run(scenario: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None):
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(asyncio.wait_for(scenario(), 90))  # type: ignore[arg-type]
+        runner.run(asyncio.wait_for(scenario(), PATIENCE_S))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

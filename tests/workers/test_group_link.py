@@ -48,7 +48,7 @@ from tournant.workers.transfer_wire import event_from_wire, event_to_wire, order
 
 E_ = TypeVar("E_")
 PARTS = (Part(0, 2, 0, 1), Part(0, 2, 1, 2))
-_writers = itertools.count(1_000)
+_writers = itertools.count(200_000)  # other than those of link_harness.py
 
 # ---- over links that a test plays
 
@@ -172,9 +172,18 @@ def test_every_store_gets_every_part_of_its_ranks_once() -> None:
 
 
 class Ranks:
-    """A group of ranks in one process, each with a pool of blocks and a link of its own."""
+    """A group of ranks in one process, each with a pool of blocks and a link of its own. agents: of each rank's node;
+    config: of the links.
+    """
 
-    def __init__(self, nodes: Sequence[Node], parts: Sequence[Part], num_blocks: int = 32) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        parts: Sequence[Part],
+        num_blocks: int = 32,
+        agents: Sequence[Path | None] | None = None,
+        **config: int,
+    ) -> None:
         self.writer_id = next(_writers)
         self.parts = parts
         self.pools = [torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8) for _ in nodes]
@@ -193,9 +202,10 @@ class Ranks:
                 b"w" * 32, "bf16", self.writer_id, part, in_group=True, publishes=publishes, local_parts=local_parts
             )
             images = PlainImages(CpuDevice(), self.pools[rank])
-            config = OffloadConfig(str(at.socket), credit_blocks=4)
+            made = OffloadConfig(str(at.socket), **{"credit_blocks": 4} | config)  # type: ignore[arg-type]
             wake: Callable[[], object] = self._happened.set if rank == 0 else lambda rank=rank: self._pass_on(rank)
-            self._links.append(StoreLink(at.socket, identity, images, config, wake, timeout_s=PATIENCE_S))
+            agent = None if agents is None else agents[rank]
+            self._links.append(StoreLink(at.socket, identity, images, made, wake, timeout_s=PATIENCE_S, agent=agent))
         self.link = GroupLink(self._links[0], names, self._tell, self._happened.set)
         self._ready.set()
 
@@ -239,15 +249,28 @@ class Ranks:
         assert (saved.ok, saved.refused) == (True, ())
         return entries
 
-    def bring(self, chain: Sequence[bytes], first: int) -> int:
+    def lookup(self, chain: Sequence[bytes]) -> Found:
         number = self.number()
         self.link.submit([Lookup(number, tuple(chain))])
-        found = self.wait(Found, lambda event: event.read == number)
-        if found.tiers:
-            self.link.submit([Fetch(number, len(found.tiers))])
-            fetched = self.wait(Fetched, lambda event: event.read == number)
-            self.link.submit([Load(number, 0, tuple(range(first, first + fetched.count)))])
-        return self.wait(ReadEnded, lambda event: event.read == number).count
+        return self.wait(Found, lambda event: event.read == number)
+
+    def fetch(self, read: int, count: int) -> Fetched:
+        self.link.submit([Fetch(read, count)])
+        return self.wait(Fetched, lambda event: event.read == read)
+
+    def load(self, read: int, blocks: Sequence[int]) -> int:
+        self.link.submit([Load(read, 0, tuple(blocks))])
+        return self.ended(read)
+
+    def ended(self, read: int) -> int:
+        return self.wait(ReadEnded, lambda event: event.read == read).count
+
+    def bring(self, chain: Sequence[bytes], first: int) -> int:
+        found = self.lookup(chain)
+        if not found.tiers:
+            return self.ended(found.read)
+        fetched = self.fetch(found.read, len(found.tiers))
+        return self.load(found.read, range(first, first + fetched.count))
 
     def holds(self, entries: Sequence[SaveEntry], first: int) -> bool:
         """Whether all ranks have their parts of these entries in blocks from `first` on."""

@@ -6,11 +6,14 @@ import pytest
 
 from tournant.kvstore.block import Version
 from tournant.kvstore.errors import InvariantViolation
-from tournant.workers.group_merge import GroupMerge, choose
+from tournant.workers.group_merge import GroupMerge, choose, reach
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
+    REMOTE,
     Attached,
+    Bring,
+    Brought,
     Copied,
     Detached,
     DropStash,
@@ -79,8 +82,8 @@ def shown(*keys: list[tuple[tuple[int, int], int]]) -> tuple[tuple[Shown, ...], 
     return tuple(tuple((*version, tier) for version, tier in key) for key in keys)
 
 
-def found(read: int, *keys: list[tuple[tuple[int, int], int]], seconds: float = 0.0) -> Found:
-    return Found(read, bytes(key[0][1] for key in keys), seconds, shown(*keys))
+def found(read: int, *keys: list[tuple[tuple[int, int], int]], seconds: float = 0.0, remote: int = 0) -> Found:
+    return Found(read, bytes(key[0][1] for key in keys) + bytes([REMOTE]) * remote, seconds, shown(*keys))
 
 
 def save(number: int, count: int) -> Save:
@@ -248,6 +251,136 @@ def test_a_read_that_is_ended_before_it_is_answered(group: Group) -> None:
 )
 def test_choice_of_versions(ranks: list[list[list[tuple[tuple[int, int], int]]]], picks: list, tiers: list) -> None:
     assert choose([shown(*keys) for keys in ranks]) == (tuple(Version(*name) for name in picks), bytes(tiers))
+
+
+# ---- blocks of other nodes
+
+FOUR = (*KEYS, b"c" * 32, b"d" * 32)
+HERE = [(A, HOST)]
+
+
+def brought(read: int, *keys: list[tuple[tuple[int, int], int]]) -> Brought:
+    return Brought(read, shown(*keys))
+
+
+def test_what_some_lack_is_brought_by_them_and_shown_again(group: Group) -> None:
+    """Rank 0 has two blocks, rank 1 three, and each knows of more elsewhere."""
+    group.order(Lookup(1, FOUR))
+    group.hear(0, found(1, HERE, HERE, remote=2))
+    assert group.hear(1, found(1, HERE, HERE, [(B, HOST)], remote=1)) == [
+        Found(1, bytes([HOST, HOST, REMOTE, REMOTE]), 0.0)
+    ]
+    group.told()
+    assert group.order(Fetch(1, 3), Load(1, 0, (4, 5, 6))) == []
+    assert group.told() == [((0,), Bring(1, 3))], "rank 1 lacks none of three"
+    first = found(1, HERE, HERE, remote=2)  # said twice: it is not what comes next
+    assert group.hear(0, first, brought(1, HERE, [(A, NVME)], [(C, HOST), (B, HOST)]), brought(1)) == []
+    picks = (Version(*A), Version(*A), Version(*B))
+    assert group.told() == [((0, 1), Fetch(1, 3, picks)), ((0, 1), Load(1, 0, (4, 5, 6)))]
+    group.hear(0, Fetched(1, 3, 10, 5.0, 1, 100, 4.0))
+    assert group.hear(1, Fetched(1, 3, 0, 2.0)) == [Fetched(1, 3, 10, 6.0, 1, 100, 4.0)]
+    group.hear(0, ReadEnded(1, 3))
+    assert group.hear(1, ReadEnded(1, 3)) == [ReadEnded(1, 3)]
+
+
+def test_all_ranks_bring_and_the_slowest_counts(group: Group) -> None:
+    group.order(Lookup(1, FOUR))
+    group.hear(0, found(1, remote=4))
+    assert group.hear(1, found(1, remote=3)) == [Found(1, bytes([REMOTE]) * 3, 0.0)]
+    group.told()
+    group.order(Fetch(1, 9))
+    assert group.told() == [((0, 1), Bring(1, 3))]
+    group.hear(1, brought(1, HERE, HERE))
+    assert group.told() == []
+    group.hear(0, brought(1, HERE, HERE, HERE))
+    assert group.told() == [((0, 1), Fetch(1, 2, (Version(*A),) * 2))]
+    group.hear(1, Fetched(1, 2, 0, 3.0, 2, 50, 3.0, True))
+    assert group.hear(0, Fetched(1, 2, 0, 1.5, 3, 60, 1.0)) == [Fetched(1, 2, 0, 3.5, 2, 110, 3.0, True)]
+
+
+def test_another_version_on_another_node_cuts_the_prefix(group: Group) -> None:
+    group.order(Lookup(1, FOUR))
+    for rank in (0, 1):
+        group.hear(rank, found(1, HERE, remote=3))
+    group.order(Fetch(1, 4))
+    group.told()
+    group.hear(0, brought(1, HERE, HERE, HERE, HERE))
+    group.hear(1, brought(1, HERE, HERE, [(C, HOST)], HERE))
+    assert group.told() == [((0, 1), Fetch(1, 2, (Version(*A),) * 2))]
+    group.hear(0, Fetched(1, 2, 0, 1.0, 3, 30, 1.0))
+    assert group.hear(1, Fetched(1, 2, 0, 1.0, 3, 30, 1.0)) == [Fetched(1, 2, 0, 1.0, 1, 60, 1.0)]
+
+
+def test_nothing_comes(group: Group) -> None:
+    """Also what was here may be gone by then: it is not fetched."""
+    group.order(Lookup(1, FOUR))
+    for rank in (0, 1):
+        group.hear(rank, found(1, HERE, remote=3))
+    group.order(Fetch(1, 4))
+    group.told()
+    group.hear(0, brought(1))
+    group.hear(1, brought(1, HERE))
+    assert group.told() == [((0, 1), Fetch(1, 0, ()))]
+    for rank in (0, 1):
+        events = group.hear(rank, Fetched(1, 0, 0, 0.0, remote_failed=True))
+    assert events == [Fetched(1, 0, 0, 0.0, remote_failed=True)]
+
+
+def test_within_what_is_here_nobody_brings(group: Group) -> None:
+    group.order(Lookup(1, FOUR))
+    for rank in (0, 1):
+        group.hear(rank, found(1, HERE, HERE, remote=2))
+    group.told()
+    group.order(Fetch(1, 2))
+    assert group.told() == [((0, 1), Fetch(1, 2, (Version(*A),) * 2))]
+
+
+def test_a_read_that_ends_while_blocks_are_brought(group: Group) -> None:
+    group.order(Lookup(1, FOUR))
+    for rank in (0, 1):
+        group.hear(rank, found(1, remote=4))
+    group.order(Fetch(1, 4), Load(1, 0, (1, 2, 3, 4)))
+    group.hear(0, brought(1, HERE))
+    group.told()
+    group.order(EndRead(1))
+    assert group.told() == [((0, 1), EndRead(1))]
+    group.hear(1, brought(1, HERE), ReadEnded(1, 0))
+    assert group.told() == []
+    assert group.hear(0, ReadEnded(1, 0)) == [ReadEnded(1, 0)]
+
+
+def test_a_store_that_is_lost_while_blocks_are_brought(group: Group) -> None:
+    group.order(Lookup(1, FOUR))
+    for rank in (0, 1):
+        group.hear(rank, found(1, remote=4))
+    group.order(Fetch(1, 4), Load(1, 0, (1, 2, 3, 4)))
+    group.hear(1, ReadEnded(1, 0), Detached("killed"))
+    group.told()
+    group.hear(0, brought(1, HERE))
+    assert group.told() == [], "no order outlives the attachment that it was meant for"
+    assert group.hear(0, ReadEnded(1, 0)) == [ReadEnded(1, 0), Detached("rank 1: killed")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "last"),
+    [
+        ([([HERE], 3), ([HERE], 2)], 1, 3),
+        ([([HERE], 3), ([], 0)], 0, 0),  # one without an agent
+        ([([], 2), ([], 2)], 0, 2),
+        ([([HERE] * 4, 0), ([HERE], 3)], 1, 4),
+        ([([HERE, HERE], 2), ([HERE, [(C, HOST)]], 2)], 1, 1),  # both have it, in no common version
+        ([([HERE, HERE], 1), ([HERE, [(C, HOST)]], 1), ([HERE], 2)], 1, 1),  # what the third brings fits one of them
+        ([([HERE, HERE, HERE], 1), ([HERE, HERE, [(C, HOST), (A, HOST)]], 1), ([HERE], 3)], 1, 4),
+    ],
+)
+def test_how_far_other_nodes_reach(ranks: list[tuple[list, int]], first: int, last: int) -> None:
+    assert reach([found(1, *keys, remote=remote) for keys, remote in ranks], first) == last
+
+
+def test_what_only_a_leader_orders(group: Group) -> None:
+    for order in (Leave(), Bring(1, 2)):
+        with pytest.raises(InvariantViolation, match="order of a group's leader"):
+            group.order(order)
 
 
 # ---- saves, stashes, credit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.harness import Session, files_of, make_engine
 from tests.workers.parallel_harness import Ranks, Replica, prompts_of, replica
+from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.batch import Batch, RowState
 from tournant.workers.batch_messages import batch_from_wire, batch_to_wire
 from tournant.workers.errors import ConfigError
-from tournant.workers.rank_group import CONTROL_BYTES, RankLost
+from tournant.workers.messages import FRAME_HEADER, pack_frame
+from tournant.workers.rank_group import RankLost
+from tournant.workers.rank_lines import RankLine
 from tournant.workers.sampling_params import SamplingParams
 
 
@@ -43,6 +47,15 @@ def batch_of(row: int, prompt: list[int], block: int) -> Batch:
         new_rows=[RowState(row, prompt, len(prompt), SamplingParams(temperature=0.0), seed=0, index=0)],
         block_updates=[(row, 0, [block])],
     )
+
+
+def receive(line: RankLine, data: bytes) -> None:
+    """Let a line have got bytes that nobody sent."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(data)
+    line._socket.close()
+    line._socket = ours
+    theirs.close()
 
 
 def test_batches_survive_the_wire() -> None:
@@ -76,7 +89,7 @@ def test_messages_of_any_size(ranks: Ranks, tiny_model: Path) -> None:
     running.group.tell = counted  # type: ignore[method-assign]
     assert ask(Session(running.engine)) == want
     assert running.close() == [""]
-    assert max(told) > CONTROL_BYTES > min(told)
+    assert max(told) > 100 * min(told)
 
 
 def test_other_weights_form_no_group(ranks: Ranks, tiny_model: Path) -> None:
@@ -180,6 +193,57 @@ def test_a_rank_that_counts_otherwise_ends(ranks: Ranks, tiny_model: Path) -> No
     running.group.tell(["batch", 1, running.shard.inputs.digest(batch), batch_to_wire(batch)])
     assert running.others[0].ending() == "InvariantViolation: the leader is at step 1, this rank at 0"
     running.group.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "ending"),
+    [
+        (FRAME_HEADER.pack((64 << 20) + 1), "rank 0 sent what is no frame: a frame of 67108865 bytes exceeds"),
+        (FRAME_HEADER.pack(1) + b"\xc1", "rank 0 sent what is no frame: "),
+        (pack_frame(["batch", 0, 1, [1, 2]]), "the leader told what is no batch: not enough values"),
+        (pack_frame(["batch", 0, 1, [None] * 11]), "the leader told what is no batch: 'NoneType' object is not"),
+        (pack_frame(["orders", [1], []]), "the leader told 'orders', which no rank knows"),
+    ],
+    ids=["too long", "garbage", "short batch", "no batch", "no orders"],
+)
+def test_a_rank_that_hears_rubbish_ends_and_says_why(ranks: Ranks, tiny_model: Path, told: bytes, ending: str) -> None:
+    running = Replica(ranks, tiny_model, 2, 1)
+    running.group._lines[1].send(told)
+    assert running.others[0].ending().startswith(f"InvariantViolation: {ending}")
+    with pytest.raises(RankLost, match=r"rank 1 on .*: InvariantViolation: ") as lost:
+        running.runner.run(batch_of(0, [1, 2], 0))
+    assert ending in str(lost.value)
+    running.group.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (FRAME_HEADER.pack((64 << 20) + 1), "rank 1 sent what is no frame: a frame of 67108865 bytes exceeds"),
+        (pack_frame(["step", b"x" * 7, None]), "rank 1 returned something else than a step of 1 tokens"),
+        (pack_frame(["step", [5], None]), "rank 1 returned something else than a step of 1 tokens"),
+        (pack_frame(["step", b"x" * 8, [1]]), "the last stage returned what are no log-probabilities: "),
+    ],
+    ids=["too long", "too few", "no bytes", "log-probabilities"],
+)
+def test_a_leader_that_gets_rubbish_for_tokens_ends_with_it(
+    ranks: Ranks, tiny_model: Path, returned: bytes, why: str
+) -> None:
+    running = Replica(ranks, tiny_model, 1, 2)
+    (line,) = running.group._lines.values()
+    (other,) = running.others
+    other.signal(signal.SIGSTOP)
+    try:
+        pending = running.runner.run(batch_of(0, [1, 2], 0))
+        receive(line, returned)
+        with pytest.raises(InvariantViolation, match=why):
+            pending.result()
+    finally:
+        other.signal(signal.SIGCONT)
+    with pytest.raises(RankLost, match=f"step 1 failed: {why}"):
+        running.runner.run(batch_of(1, [1, 2], 1))
+    running.runner.close()
+    assert other.ending().startswith("RankLost: could not ")
 
 
 def test_ranks_end_when_their_leader_does(ranks: Ranks, tiny_model: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -21,7 +22,7 @@ import pytest
 from tests.workers.harness import files_of
 from tests.workers.launch_harness import ENDS_S, HOST, Ranks, check_answers, config_of
 from tests.workers.test_engine_process import Answer, run
-from tournant.workers import engine_client
+from tournant.workers import engine_client, rank_process
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.errors import ConfigError, EngineDeadError
@@ -264,3 +265,22 @@ def test_a_rank_with_other_weights_is_refused(tiny_model: Path, tiny_models: Any
         assert launcher.processes[0].process.returncode is not None, "it is gone"
 
     run(scenario)
+
+
+def test_a_rank_that_read_weights_while_they_were_overwritten_computes_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model, folder)
+    files = files_of(folder)
+
+    def load(*_: object) -> None:
+        with (folder / "config.json").open("a") as config:
+            config.write(" ")
+
+    for name in ("find_store", "RankGroup", "Membership"):
+        monkeypatch.setattr(rank_process, name, lambda *_, **__: None)
+    monkeypatch.setattr(rank_process, "ShardRunner", load)
+    place = replace(PLACE, model=(str(folder), files.name, files.weights_id), offload=None)
+    with pytest.raises(ConfigError, match=f"the weights in {folder} are not those of rank 0"):
+        rank_process.run_rank(place, 1, 0, SimpleNamespace(address="127.0.0.1"), ExitStack())  # type: ignore[arg-type]

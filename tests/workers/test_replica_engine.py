@@ -18,9 +18,9 @@ from tests.workers.launch_harness import ENDS_S, HOST, Ranks, check_answers, con
 from tests.workers.test_engine_process import Answer, run
 from tournant.workers import replica_engine
 from tournant.workers.config import EngineConfig
-from tournant.workers.errors import EngineDeadError
+from tournant.workers.errors import EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineStats, TierStats
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_files import ModelFiles, weights_id
 from tournant.workers.replica_engine import MAX_DEATHS, ReplicaEngine
 
 
@@ -165,8 +165,10 @@ class Starts:
         return self.clients[-1]
 
 
-def faked(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Starts, list[float]], Awaitable[None]]) -> None:
-    """Run a scenario with fake clients; waits between starts are noted and skipped."""
+def faked(
+    monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Starts, list[float]], Awaitable[None]], files: bool = False
+) -> None:
+    """Run a scenario with fake clients; waits between starts are noted and skipped. files: whether there are any."""
 
     async def outer() -> None:
         starts, waits = Starts(), list[float]()
@@ -178,6 +180,8 @@ def faked(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Starts, list[floa
 
         monkeypatch.setattr(replica_engine.ProcessEngineClient, "start", starts)
         monkeypatch.setattr(replica_engine.asyncio, "sleep", skip)
+        if not files:
+            monkeypatch.setattr(replica_engine, "check_unchanged", lambda *_: None)
         await scenario(starts, waits)
 
     run(outer)
@@ -192,6 +196,85 @@ async def ended(engine: ReplicaEngine) -> str:
     with pytest.raises(EngineDeadError) as found:
         await engine.wait_ready()
     return str(found.value)
+
+
+class OnFiles:
+    """A model folder of two shards, and what has been read of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config, self.shard = folder / "model" / "config.json", folder / "model" / "model-2.safetensors"
+        self.cache = folder / "cache"
+        self.shard.parent.mkdir()
+        for path in (self.config, self.shard.with_name("model-1.safetensors"), self.shard):
+            path.write_bytes(path.name.encode())
+        self.files = ModelFiles(self.shard.parent, "m", weights_id(self.shard.parent, self.cache))
+
+    async def start(self) -> ReplicaEngine:
+        return await ReplicaEngine.start(EngineConfig(), self.files, cache_dir=self.cache)
+
+    def overwrite(self) -> None:
+        """Other bytes, as many as before."""
+        self.shard.write_bytes(self.shard.read_bytes().swapcase())
+
+
+def test_no_engine_is_started_on_files_that_were_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would read and write KV under the name of the weights that are gone. The same bytes anew do no harm."""
+    model = OnFiles(tmp_path)
+
+    async def scenario(starts: Starts, waits: list[float]) -> None:
+        engine = await model.start()
+        model.config.touch()
+        model.shard.write_bytes(model.shard.read_bytes())
+        starts.clients[-1].die()
+        await engine.wait_ready()
+        starts.clients[-1].die("rank 1 was killed")
+        model.overwrite()
+        why = await ended(engine)
+        assert why.startswith(f"the engine is not started anew: {model.shard.parent} was overwritten: its weights are ")
+        assert model.files.weights_id.hex()[:12] in why
+        assert why.endswith("restart to serve what is there now, or give new weights a new path and run 'tournant "
+            "weights update'")  # fmt: skip
+        assert (starts.begun, engine.alive, engine.restarting, engine.last_end) == (2, False, False, why)
+        with pytest.raises(EngineDeadError, match="was overwritten"):
+            Answer(engine, [1])
+        await engine.close()
+
+    faked(monkeypatch, scenario, files=True)
+
+
+def test_no_engine_answers_that_read_files_while_they_were_overwritten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = OnFiles(tmp_path)
+
+    async def scenario(starts: Starts, waits: list[float]) -> None:
+        engine = await model.start()
+        starts.go.clear()
+        starts.clients[-1].die()
+        while starts.begun < 2:
+            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.001)
+        model.overwrite()
+        starts.go.set()
+        assert "was overwritten" in await ended(engine)
+        assert (starts.begun, starts.clients[-1].closed, engine.alive) == (2, True, False)
+        with pytest.raises(ModelFormatError, match="was overwritten"):
+            await model.start()
+        assert starts.begun == 2
+
+    faked(monkeypatch, scenario, files=True)
+
+
+def test_files_that_cannot_be_read_for_a_while_are_deaths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = OnFiles(tmp_path)
+
+    async def scenario(starts: Starts, waits: list[float]) -> None:
+        engine = await model.start()
+        model.config.unlink()
+        starts.clients[-1].die()
+        assert "; the last time: it could not be started: [Errno 2] No such file" in await ended(engine)
+        assert (starts.begun, waits) == (1, [0.5, 1.0])
+
+    faked(monkeypatch, scenario, files=True)
 
 
 def test_three_deaths_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

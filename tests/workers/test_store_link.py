@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 
 from tests.workers.link_harness import PART, PATIENCE_S, Engine, Gate, Node, content, faulty, keys, node
 from tournant.kvstore.block import Part
+from tournant.kvstore.client import StoreClient
 from tournant.kvstore.groups import ROW
 from tournant.kvstore.nvme_tier import NvmeConfig
 from tournant.kvstore.read_group import Answer, choose
 from tournant.kvstore.slots import SlotState
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.link_reads import choose_here
+from tournant.workers.store_link import StoreLink
 from tournant.workers.transfer_messages import (
     HOST,
     NVME,
@@ -240,6 +243,20 @@ def test_the_credit_is_a_share_of_the_pool_and_leaves_some_to_others(
     for credit in credits:
         assert store.engine(credit_blocks=None).attached().credit == (credit,)
     store.at_rest(sum(credits))
+
+
+def test_ranks_that_attach_at_once_all_get_credit(store: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has asked how much is lent before any of them has taken something."""
+    barrier, connect = threading.Barrier(3), StoreLink._connect
+
+    def connect_with_the_others(link: StoreLink, credit: int) -> tuple[StoreClient, ...]:
+        barrier.wait(PATIENCE_S)
+        return connect(link, credit)
+
+    monkeypatch.setattr(StoreLink, "_connect", connect_with_the_others)
+    store.start(blocks=128)
+    engines = [store.engine(credit_blocks=None, num_sharing=3) for _ in range(3)]
+    assert [engine.attached().credit for engine in engines] == [(5,)] * 3
 
 
 def test_damaged_slots_cut_the_prefix_and_are_dropped(store: Node) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tournant.kvstore.block import Version
-from tournant.workers.transfer_messages import HOST, NVME, Event, Order, SaveEntry
+from tournant.workers.transfer_messages import HOST, NVME, REMOTE, Event, Order, SaveEntry
 from tournant.workers.transfer_wire import event_from_wire, event_to_wire, order_from_wire, order_to_wire
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
@@ -23,7 +23,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(allow_nan=False),
     "bool": st.booleans(),
     "str": st.text(),
-    "bytes": st.lists(st.sampled_from((HOST, NVME))).map(bytes),
+    "bytes": st.lists(st.sampled_from((HOST, NVME, REMOTE))).map(bytes),
     "tuple[int, ...]": st.lists(NUMBERS).map(tuple),
     "tuple[bytes, ...]": st.lists(KEYS).map(tuple),
     "tuple[Version, ...]": st.lists(VERSIONS).map(tuple),
@@ -94,7 +94,7 @@ def test_what_is_no_order_is_refused(data: Any) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        ["found", 1, b"\x03", 0.0, []], ["found", 1, b"", 0, []], ["found", 1, b"\x01", 0.0, [[[1, 1, 3]]]],
+        ["found", 1, b"\x04", 0.0, []], ["found", 1, b"", 0, []], ["found", 1, b"\x01", 0.0, [[[1, 1, 3]]]],
         ["saved", 1, 1, [], 0], ["detached", b"x"], ["lent", 1, 2], ["leave"], ["stashed", 1, True],
     ],
 )  # fmt: skip
