@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 ARGS ?=
-PARALLEL ?= -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # test processes
+PARALLEL ?= -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin

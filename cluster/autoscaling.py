@@ -260,7 +260,8 @@ class ServingPolicy:
             self._hold_s(ctx.config),
         )
         wanted, need = self._policy.decide(seen), self._policy.need(loads)
-        way = (wanted > seen.target) - (wanted < seen.target)
+        allowed = max(ctx.capacity_adjusted_min_replicas, min(wanted, ctx.capacity_adjusted_max_replicas))
+        way = (allowed > seen.target) - (allowed < seen.target)
         if way != self._way:
             self._way = way
             logger.info(

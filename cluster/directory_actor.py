@@ -128,7 +128,7 @@ def find_shard(app: str, shard: int, config: DirectoryConfig | None = None, idle
     runs.
     """
     actor_class = ray.remote(DirectoryActor).options(
-        name=_name(shard),
+        name=shard_name(shard),
         namespace=namespace_of(app),
         lifetime="detached",
         get_if_exists=True,
@@ -144,7 +144,8 @@ def find_directory(app: str, num_shards: int) -> list[Any]:
     return [find_shard(app, shard) for shard in range(num_shards)]
 
 
-def _name(shard: int) -> str:
+def shard_name(shard: int) -> str:
+    """Name of a shard's actor in its application's namespace."""
     return f"tournant-directory-{shard}"
 
 
@@ -248,7 +249,7 @@ class Directory:
         actor = self._actors.get(shard)
         if actor is None:
             try:
-                actor = self._actors[shard] = ray.get_actor(_name(shard), namespace=namespace_of(self.app))
+                actor = self._actors[shard] = ray.get_actor(shard_name(shard), namespace=namespace_of(self.app))
             except ValueError:
                 self._rest(shard)
         return actor

@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tournant.cluster.app_namespace import namespace_of
-from tournant.cluster.directory_actor import _name as name_of_shard
+from tournant.cluster.directory_actor import shard_name
 from tournant.cluster.router_index import MAX_KEYS, DirectoryCopy
 from tournant.kvstore.directory import Changes
 
@@ -152,7 +152,7 @@ class RayReader:
     def _actor(self, shard: int) -> Any:
         actor = self._actors.get(shard)
         if actor is None:
-            actor = self._actors[shard] = ray.get_actor(name_of_shard(shard), namespace=namespace_of(self._app))
+            actor = self._actors[shard] = ray.get_actor(shard_name(shard), namespace=namespace_of(self._app))
         return actor
 
     def _answer(self, shard: int, call: Any) -> Changes | NoAnswer:

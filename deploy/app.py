@@ -5,7 +5,7 @@ engine its child; requests reach the ASGI application without a hop through a ha
 `ingress: resilient` are resilient.py's.
 
 Invariants:
- 1. Serve's own queue limits lie far above the frontend's, so that overload is answered by the frontend (429).
+ 1. Serve's own queue limits lie far above the frontend's, so that overload is answered by the frontend (503).
  2. What crosses a handle is plain: dicts, lists, strings, numbers, and the errors of errors.py.
  3. A replica that cannot generate, or is lost to the roll-out of weights, fails its health check and is replaced; its
     engine ends with it. One that is being ended fails none: Serve would log it as a fault.
@@ -32,7 +32,9 @@ from tournant.deploy.engine_host import EngineHost, TwoBackends
 from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
-from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
+from tournant.deploy.http_routes import AsgiApp
+from tournant.deploy.http_server import HttpOptions
+from tournant.deploy.http_side import HttpSide
 from tournant.deploy.live_config import take_up, with_user_config
 from tournant.deploy.resilient import EngineReplica, Ingress
 from tournant.deploy.startup import start_engine_swap
@@ -57,6 +59,7 @@ class Replica(EngineHost, HandleMethods):
         EngineHost.__init__(self, args, store_folder)
         self._args = self._config  # without what `user_config` changes
         self._frontend: Frontend | None = None
+        self._http: HttpSide | None = None
         self._make_change: Callable[[float], Change]
         self._rollout: WeightsClient
         self._change: Change
@@ -90,7 +93,10 @@ class Replica(EngineHost, HandleMethods):
         prometheus = PrometheusBackend()
         self._metrics = MetricsRegistry(self._name, TwoBackends(prometheus))
         options = FrontendOptions(
-            config.request_timeout_s, config.engine.enable_prefix_caching, tiers=self._store_socket is not None
+            config.request_timeout_s,
+            config.engine.enable_prefix_caching,
+            tiers=self._store_socket is not None,
+            max_queued_tokens=config.max_queued_tokens,
         )
         frontend = self._frontend = Frontend(tokenizer, engine, options, self._metrics.record_request)
         frontend.epoch = weights.epoch
@@ -104,7 +110,8 @@ class Replica(EngineHost, HandleMethods):
         self._make_change = partial(weights_change, frontend, engine, resolve)
         self._change = self._make_change(config.weights_drain_s)
         http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
-        return build_http_app(lambda: frontend, http, self._metrics, prometheus, self._rollout)
+        self._http = HttpSide(config.access, lambda: frontend, http, self._metrics, prometheus, self._rollout)
+        return self._http.app
 
     @property
     def frontend(self) -> Frontend:
@@ -153,8 +160,11 @@ class Replica(EngineHost, HandleMethods):
         return {"draining": self._frontend is None or self._frontend.stopping}
 
     async def describe(self) -> dict[str, Any]:
-        """Facts as `EngineHost._describe` has them."""
-        return await self._describe(self.frontend.engine, self.frontend.served_weights)
+        """Facts as `EngineHost._describe` has them; admin_address: where operators are served, None = not by this
+        replica.
+        """
+        facts = await self._describe(self.frontend.engine, self.frontend.served_weights)
+        return facts | {"admin_address": None if self._http is None else self._http.admin_address}
 
     async def end_engine(self) -> None:
         """End the engine now; what runs fails. For `tournant serve`, which then lets the node store end."""
@@ -163,6 +173,8 @@ class Replica(EngineHost, HandleMethods):
     async def _end(self) -> None:
         """Say to the roll-out that this replica ends, then end its engine."""
         try:
+            if self._http is not None:
+                await self._http.close()
             if self._following is not None:
                 await self._following.stop()
         finally:

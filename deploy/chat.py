@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tournant.deploy.http_client import error_text, open_client, unreachable
+from tournant.deploy.http_client import error_text, unreachable
 
 MAX_EVENT_CHARS = 1 << 20
 HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D ends."
@@ -101,7 +101,7 @@ def _piece(data: str) -> str:
 
 
 def run_chat(
-    url: str,
+    client: httpx.Client,
     model: str | None,
     system: str | None,
     sampling: Mapping[str, Any],
@@ -112,30 +112,29 @@ def run_chat(
 
     Raises ChatError when the server cannot be reached at the start; later errors are shown and the chat goes on.
     """
-    with open_client(url, read_timeout_s=None) as client:
-        chat = Chat(client, model, system, sampling)
-        show(f"{chat.model} at {client.base_url}. {HELP}\n")
-        dropped = False
-        while True:
-            try:
-                text = read("\n> ").strip()
-            except (EOFError, KeyboardInterrupt) as end:
-                show("\n")
-                if dropped or isinstance(end, EOFError):
-                    return
-                show("Ctrl-C once more ends the chat.")
-                dropped = True
-                continue
-            dropped = False
-            if text == "/exit":
+    chat = Chat(client, model, system, sampling)
+    show(f"{chat.model} at {client.base_url}. {HELP}\n")
+    dropped = False
+    while True:
+        try:
+            text = read("\n> ").strip()
+        except (EOFError, KeyboardInterrupt) as end:
+            show("\n")
+            if dropped or isinstance(end, EOFError):
                 return
-            if text == "/reset":
-                chat.reset()
-            elif text.startswith("/"):
-                show(f"{text.split()[0]} is no command. {HELP}\n")
-            elif text:
-                try:
-                    chat.ask(text, show)
-                    show("\n")
-                except ChatError as error:
-                    show(f"error: {error}\n")
+            show("Ctrl-C once more ends the chat.")
+            dropped = True
+            continue
+        dropped = False
+        if text == "/exit":
+            return
+        if text == "/reset":
+            chat.reset()
+        elif text.startswith("/"):
+            show(f"{text.split()[0]} is no command. {HELP}\n")
+        elif text:
+            try:
+                chat.ask(text, show)
+                show("\n")
+            except ChatError as error:
+                show(f"error: {error}\n")

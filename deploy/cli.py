@@ -1,4 +1,4 @@
-"""The command line: `tournant serve`, `chat`, `config`, `weights`, `kv` and `version`.
+"""The command line: `tournant serve`, `chat`, `config`, `weights`, `keys`, `kv` and `version`.
 
 Owns flags, what is printed, exit codes and the environment that Ray is given; it is the only place that looks at
 environment variables. It stays light: Ray and the model live in the process of local_ray.py, which `serve` watches over
@@ -31,13 +31,17 @@ from rich.text import Text
 
 from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.run_folder import RunFolder
+from tournant.deploy.access import Access
+from tournant.deploy.access_config import AccessConfig
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
 from tournant.deploy.config_cli import config_app
-from tournant.deploy.http_client import DEFAULT_URL
+from tournant.deploy.http_client import DEFAULT_URL, CAFile, KeyFile, open_client
+from tournant.deploy.keys_cli import keys_app
 from tournant.deploy.kv_cli import kv_app, show_bytes
 from tournant.deploy.kv_store_config import KV_STORE_KEYS, absolute_folder
 from tournant.deploy.supervisor import become_subreaper, check_port, end_descendants
+from tournant.deploy.tls import check_tls
 from tournant.deploy.weights_cli import weights_app
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.workers.config import DEVICES, DTYPES, KV_CACHE_DTYPES
@@ -64,6 +68,7 @@ app = typer.Typer(
     help="Serve a language model on Ray, and talk to it.",
 )
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 app.add_typer(kv_app, name="kv")
 app.add_typer(weights_app, name="weights")
 
@@ -86,6 +91,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(help="0 = always the most probable token.")] = 0.6,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1000,
+    key_file: KeyFile = None,
+    ca_file: CAFile = None,
 ) -> None:
     """Chat in the terminal with a running server. Ctrl-C stops an answer, /exit ends."""
 
@@ -94,13 +101,17 @@ def chat(
         sys.stdout.flush()
 
     try:
-        run_chat(url, model, system, {"temperature": temperature, "max_tokens": max_tokens}, input, show)
+        with open_client(url, None, key_file, ca_file) as client:
+            run_chat(client, model, system, {"temperature": temperature, "max_tokens": max_tokens}, input, show)
     except ChatError as error:
         _fail(str(error), 1)
+    except ConfigError as error:
+        _fail(str(error), 2)
 
 
 Flag = typer.Option
-ENGINE, SERVICE, STORE = "Engine", "Service", "KV store"
+ENGINE, SERVICE, STORE, ACCESS = "Engine", "Service", "KV store", "Access"
+TLS_FLAGS = ("ssl_certfile", "ssl_keyfile")  # of Serve's http_options
 PrefixCaching = Annotated[
     bool | None,
     Flag(
@@ -119,6 +130,13 @@ HostBytes = Annotated[
     ),
 ]
 NvmeBytes = Annotated[str | None, Flag(rich_help_panel=STORE, help="Most bytes in --nvme-folder \\[0 = none].")]
+APIKeysFile = Annotated[str | None, Flag(rich_help_panel=ACCESS, help="Tenants and their keys \\[no key is needed].")]
+AdminPort = Annotated[
+    int | None, Flag(rich_help_panel=ACCESS, help="Port for operators' routes \\[beside the API, from this machine].")
+]
+AdminKeyFile = Annotated[str | None, Flag(rich_help_panel=ACCESS, help="The key that operators need at --admin-port.")]
+SSLCertfile = Annotated[str | None, Flag(rich_help_panel=ACCESS, help="Certificate (PEM): HTTPS instead of HTTP.")]
+SSLKeyfile = Annotated[str | None, Flag(rich_help_panel=ACCESS, help="Its key (PEM).")]
 NvmeFolder = Annotated[str | None, Flag(rich_help_panel=STORE, help="Where KV is kept on disk, between runs too.")]
 
 
@@ -153,7 +171,7 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int | None, Flag(rich_help_panel=ENGINE, help="Sequences that run at once [64].")] = None,
     max_queued_requests: Annotated[
-        int | None, Flag(rich_help_panel=ENGINE, help="Requests that may wait; more get 429 [1024].")
+        int | None, Flag(rich_help_panel=ENGINE, help="Requests that may wait; more get 503 [1024].")
     ] = None,
     kv_cache_bytes: Annotated[
         str | None, Flag(rich_help_panel=ENGINE, help="Size of the KV pool, such as 512MiB \\[by memory].")
@@ -174,14 +192,17 @@ def serve(
     host_bytes: HostBytes = None,
     nvme_bytes: NvmeBytes = None,
     nvme_folder: NvmeFolder = None,
+    api_keys_file: APIKeysFile = None,
+    admin_port: AdminPort = None,
+    admin_key_file: AdminKeyFile = None,
+    ssl_certfile: SSLCertfile = None,
+    ssl_keyfile: SSLKeyfile = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint, on a private Ray that ends with this command."""
     chosen = {name: value for name, value in locals().items() if value is not None and name != "config"}
     try:
         plan = make_plan(config, chosen)
-        plan.config.kv_store.check_memory()
-        plan.config.kv_store.check_folder()
-        check_port(plan.config.host, plan.config.port)
+        check_plan(plan)
         code = ServiceRun(plan).run()
     except ConfigError as error:
         _fail(str(error), 2)
@@ -194,16 +215,35 @@ def make_plan(config_file: Path | None, flags: dict[str, Any]) -> ServeFile:
     """What to serve: the file, if any, and flags over it. Paths become absolute. Raises ConfigError."""
     plan = load_config_file(config_file) if config_file is not None else ServeFile()
     args = plan.config.to_args()
-    engine, kv_store = dict(args.get("engine", {})), dict(args.get("kv_store", {}))
+    engine, kv_store, access = (dict(args.get(section, {})) for section in ("engine", "kv_store", "access"))
+    http = dict(plan.http_options)
     for name, value in flags.items():
-        section = kv_store if name in KV_STORE_KEYS else engine
-        (args if name in type(plan.config).model_fields else section)[name] = value
+        if name in TLS_FLAGS:
+            http[name] = str(Path(value).expanduser().absolute())
+        elif name in AccessConfig.model_fields:
+            access[name] = str(Path(value).expanduser().absolute()) if name.endswith("_file") else value
+        else:
+            section = kv_store if name in KV_STORE_KEYS else engine
+            (args if name in type(plan.config).model_fields else section)[name] = value
     if "nvme_folder" in flags:
         kv_store["nvme_folder"] = absolute_folder(flags["nvme_folder"])
     for name in ("model", "cache_dir"):  # the replica runs in another folder
         if name in args and (name == "cache_dir" or Path(args[name]).expanduser().exists()):
             args[name] = str(Path(args[name]).expanduser().absolute())
-    return plan.model_copy(update={"config": parse_config({**args, "engine": engine, "kv_store": kv_store})})
+    sections = {"engine": engine, "kv_store": kv_store, "access": access}
+    return plan.model_copy(update={"config": parse_config({**args, **sections}), "http_options": http})
+
+
+def check_plan(plan: ServeFile) -> None:
+    """Raises ConfigError for what would fail only once Ray has been started."""
+    config = plan.config
+    config.kv_store.check_memory()
+    config.kv_store.check_folder()
+    check_tls(plan.http_options)
+    Access(config.access)
+    check_port(config.host, config.port)
+    if config.access.admin_port:
+        check_port(config.access.admin_host, config.access.admin_port)
 
 
 def _fail(message: str, code: int) -> None:
@@ -329,9 +369,10 @@ class ServiceRun:
         self._status.update(text)
 
     def _show_ready(self, facts: dict[str, Any]) -> None:
-        config = self._plan.config
+        plan, config = self._plan, self._plan.config
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}{self._plan.route_prefix.rstrip('/')}/v1"
+        scheme = "https" if plan.http_options.get("ssl_certfile") else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}{plan.route_prefix.rstrip('/')}/v1"
         weights = ", weights as quantised in the file," if facts["native_weights"] else ""
         ranks = f" in {len(facts['ranks'])} ranks" if facts.get("ranks") else ""
         typer.echo(
@@ -341,9 +382,12 @@ class ServiceRun:
         )
         messages = [{"role": "user", "content": QUESTION}]
         question = {"model": facts["model"], "messages": messages, "max_tokens": 100, "temperature": 0}
-        _show_store(facts.get("kv_store"), self._plan.config.kv_store.nvme_folder)
+        _show_store(facts.get("kv_store"), config.kv_store.nvme_folder)
+        if (admin := facts.get("admin_address")) is not None:
+            typer.echo(f"Operators: http://{admin[0]}:{admin[1]} (tournant weights --url)")
+        key = ' -H "Authorization: Bearer $API_KEY"' if config.access.api_keys_file is not None else ""
         typer.echo(
-            f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d "
+            f"curl {shlex.quote(url + '/chat/completions')}{key} -H 'Content-Type: application/json' -d "
             f"{shlex.quote(json.dumps(question))}"
         )
 

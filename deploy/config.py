@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from tournant.cluster.node_store import StorePlan
+from tournant.deploy.access_config import AccessConfig, AccessSection
 from tournant.deploy.kv_store_config import (
     FAULT_KEYS,
     KV_ADVANCED_KEYS,
@@ -52,7 +53,7 @@ IMPORT_PATH = "tournant.deploy.app:build_app"
 
 ADVANCED_KEYS = frozenset({"block_tokens", "max_num_batched_tokens", "num_in_flight", "num_threads", "quantization"})
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
-SERVICE_ADVANCED_KEYS = frozenset({"weights_drain_s"})  # fields of ServiceConfig
+SERVICE_ADVANCED_KEYS = frozenset({"weights_drain_s", "max_queued_tokens"})  # fields of ServiceConfig
 
 # What a Serve file may hold (ray.serve.schema), and of that what `tournant serve` carries out.
 SERVE_KEYS = frozenset(
@@ -193,7 +194,8 @@ class ServiceConfig(BaseModel):
     "resilient" = a deployment of its own does, and answers go on in another engine when theirs is lost;
     log_level: of the service's own logs; cache_dir: where conversions are kept, None = the user's cache folder;
     weights_drain_s: how long running requests may go on when the weights are changed, and with a resilient ingress when
-    a replica ends (a key of `advanced:`).
+    a replica ends; max_queued_tokens: tokens of prompts that may wait to be computed, None = as many as all requests
+    that may be outstanding have at MEAN_PROMPT_TOKENS each (both are keys of `advanced:`); access: who may come in.
     engine: `EngineConfig`; kv_store: `KVStoreConfig`; `advanced:` may set more of both.
     """
 
@@ -213,7 +215,9 @@ class ServiceConfig(BaseModel):
     cache_dir: str | None = None
     engine: Annotated[InstanceOf[EngineConfig], BeforeValidator(_engine_config)] = EngineConfig()
     kv_store: Annotated[InstanceOf[KVStoreConfig], BeforeValidator(_kv_store_config)] = KVStoreConfig()
+    access: AccessSection = AccessConfig()
     weights_drain_s: Annotated[float, Field(ge=0, le=86400.0, alias="advanced.weights_drain_s")] = 30.0
+    max_queued_tokens: Annotated[int | None, Field(ge=1, le=1 << 40, alias="advanced.max_queued_tokens")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -277,6 +281,8 @@ class ServiceConfig(BaseModel):
             self.kv_store.advanced
         )
         advanced |= {name: plain.pop(name) for name in SERVICE_ADVANCED_KEYS & plain.keys()}
+        if "access" in plain:
+            plain["access"] = self.access.model_dump(exclude_defaults=True)
         engine = {name: value for name, value in changed.items() if name in ENGINE_KEYS}
         sections = {"engine": engine, "kv_store": self.kv_store.to_plain(), "advanced": advanced}
         return plain | {section: values for section, values in sections.items() if values}
@@ -288,6 +294,7 @@ _ALL_KEYS = [
     *sorted(_TOP_KEYS),
     *(f"engine.{key}" for key in sorted(ENGINE_KEYS)),
     *(f"kv_store.{key}" for key in sorted(KV_STORE_KEYS)),
+    *(f"access.{key}" for key in AccessConfig.model_fields),
     *(f"advanced.{key}" for key in sorted(_ALL_ADVANCED - FAULT_KEYS)),  # those are for tests
 ]
 

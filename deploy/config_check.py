@@ -55,6 +55,7 @@ OPTIONS: dict[str, Callable[[Mapping[str, Any]], object]] = {  # what reads the 
     "tournant.cluster.autoscaling:ServingPolicy": PolicyConfig.parse,
     "tournant.cluster.kv_router:KVRouter": RouterOptions.parse,
 }
+_Within = tuple[type[BaseModel] | None, bool]
 _REPR = reprlib.Repr()
 _ROUTE = re.compile(r"/|(?:/[^/{}]+)+")
 _REPR.maxstring = _REPR.maxother = 120
@@ -93,14 +94,19 @@ def describe(data: Any) -> str:
         name, prefix = app.get("name", DEFAULT_NAME), app.get("route_prefix", DEFAULT_PREFIX)
         what = "not ours, its args are unchecked"
         if app["import_path"] in OURS:
-            what = _told(parse_config(app.get("args") or {}))
+            what = _told(parse_config(app.get("args") or {}), app.get("deployments") or [])
         found.append(f"{name} at {prefix} ({what})")
     return ", ".join(found) or "no application"
 
 
-def _told(config: ServiceConfig) -> str:
+def _told(config: ServiceConfig, overrides: Sequence[Mapping[str, Any]] = ()) -> str:
     engine, ranks = config.engine, config.engine.num_ranks
-    replicas = f"{config.num_replicas} replica{'s' * (config.num_replicas != 1)}"
+    told = next((one for one in overrides if one["name"] == DEPLOYMENT_NAME), {})
+    number = told.get("num_replicas") or config.num_replicas
+    scaling = told.get("autoscaling_config")
+    if scaling:
+        number = f"{scaling.get('min_replicas', 1)} to {scaling.get('max_replicas', 1)}"
+    replicas = f"{number} replica{'s' * (number != 1)}"
     split = f" of {ranks} ranks" if ranks > 1 else ""
     return f"{config.model or 'the default model'}, {replicas}{split}, device {engine.device}, ingress {config.ingress}"
 
@@ -134,16 +140,19 @@ class _SchemaChecker:
         missing = {key for key in data if key not in plain}
         return self._validate(model, plain, prefix, missing)
 
-    def _check_value(self, model: type[BaseModel] | None, value: Any, where: str) -> tuple[bool, Any]:
-        """Whether the value, or what is right of it, can be given to the model that it is in; and that."""
+    def _check_value(self, found: _Within, value: Any, where: str) -> tuple[bool, Any]:
+        """Whether the value, or what is right of it, can be given to the model that it is in; and that. found: what
+        the value is about.
+        """
         if where.endswith("runtime_env") and isinstance(value, Mapping):
             for key in value.keys() - RuntimeEnv.known_fields:
                 self._add(_unknown(f"{where}.", key, sorted(RuntimeEnv.known_fields)))
-        if model is None or value is None:
+        model, many = found
+        if model is None or value is None or (many and not isinstance(value, list)):
             return True, value
-        if not isinstance(value, list):
-            found = self.check_model(model, value, where)
-            return found is not None, found
+        if not many:
+            plain = self.check_model(model, value, where)
+            return plain is not None, plain
         items = [self.check_model(model, item, f"{where}[{place}]") for place, item in enumerate(value)]
         return None not in items, items
 
@@ -197,7 +206,7 @@ class _SchemaChecker:
                 found = False
             near = difflib.get_close_matches(path, OPTIONS, n=1)
             if not found:
-                self._add(f"{where}, which is not in this installation{f'; did you mean {near[0]}?' if near else ''}")
+                self._add(f"{where}, which is not installed here{f'; did you mean {near[0]}?' if near else ''}")
         parse = OPTIONS.get(f"{module}:{name}")
         if parse is not None and isinstance(options, Mapping):
             for line in _faults_of(partial(parse, options)):
@@ -207,11 +216,16 @@ class _SchemaChecker:
         self.faults[fault] = None
 
 
-def _model_within(annotation: Any) -> type[BaseModel] | None:
-    """The model that an annotation such as `list[Model] | None` or `dict | Model` is about, if there is one."""
+def _model_within(annotation: Any) -> _Within:
+    """The model that an annotation such as `list[Model] | None` or `dict | Model` is about, and whether in a list."""
     if get_origin(annotation) is None:
-        return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return next((found for part in get_args(annotation) if (found := _model_within(part)) is not None), None)
+        known = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        return (annotation if known else None), False
+    for part in get_args(annotation):
+        model, many = _model_within(part)
+        if model is not None:
+            return model, many or get_origin(annotation) is list
+    return None, False
 
 
 def _within(data: Any, loc: Sequence[int | str]) -> tuple[str, Any]:
@@ -278,7 +292,8 @@ def _faults_of_ours(app: Mapping[str, Any], where: str) -> list[str]:
         seen.add(name)
         if config is not None and override.get("user_config") is not None:
             faults += [
-                f"{here}.{line}" for line in _faults_of(partial(with_user_config, config, override["user_config"]))
+                f"{here}.{line}"
+                for line in _faults_of(partial(with_user_config, config, override["user_config"], str(name)))
             ]
     return faults
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tournant.deploy import kv_store_config
+from tournant.deploy.access_config import AccessConfig
 from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig, parse_config
 from tournant.deploy.kv_store_config import KVStoreConfig
 from tournant.deploy.live_config import LIVE_KEYS
@@ -47,7 +48,7 @@ MEANINGS = {
     "engine.max_model_len": "most tokens of prompt and answer; null: the model's limit",
     "engine.max_num_seqs": "sequences that run at once",
     "advanced.max_num_batched_tokens": "tokens computed in one step",
-    "engine.max_queued_requests": "requests that may wait; more are answered with 429",
+    "engine.max_queued_requests": "requests that may wait; more are answered with 503",
     "engine.kv_cache_bytes": "size of the device pool; null: on a CPU the lesser of 1 GiB and a quarter of the free "
     "memory, on a GPU what gpu_memory_utilization leaves",
     "engine.enable_prefix_caching": "reuse the KV of prompts that begin alike",
@@ -68,6 +69,14 @@ MEANINGS = {
     "engine.pipeline_parallel_size": "stages of layers, one after another, each of as many ranks",
     "advanced.weights_drain_s": "most seconds for which running requests hold up a change of weights; then those that "
     "have delivered nothing begin again on the new ones, the others end with an error",
+    "advanced.max_queued_tokens": "tokens of prompts that may wait to be computed, in each way in; more are answered "
+    "with 503; null: as many as all requests that may be outstanding have at 1,024 tokens each",
+    "access.api_keys_file": "tenants and their keys; null: no key is needed (docs/operations.md)",
+    "access.public_metrics": "/metrics needs no key where the rest does",
+    "access.admin_host": "address of admin_port",
+    "access.admin_port": "where the routes of operators are served, on every node of the way in; 0: any free port; "
+    "null: beside the API, for clients on the same machine",
+    "access.admin_key_file": "the key that operators need at admin_port; null: none, but only on the same machine",
     "advanced.credit_blocks": "slots that the store lends an engine for blocks on their way down; null: a 32nd of "
     "the host pool, but 16 to 256, and at most half of what is left of the quarter that all engines may have",
     "advanced.device_copy_start": "pressure on the device pool from which every block is copied down",
@@ -100,6 +109,7 @@ def tables() -> str:
             ("The service", _service_rows("")),
             ("engine:", _engine_rows("engine", ENGINE_KEYS)),
             ("kv_store:", _kv_store_rows()),
+            ("access:", _model_rows("access.", AccessConfig.model_fields)),
             ("advanced:, of the service", _service_rows("advanced.")),
             ("advanced:, of the engine", _engine_rows("advanced", ADVANCED_KEYS)),
             ("advanced:, of the tiers", _tier_rows()),
@@ -111,13 +121,21 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def _service_rows(section: str) -> Iterator[Row]:
-    for key, info in ServiceConfig.model_fields.items():
-        if key not in ("engine", "kv_store") and (key in SERVICE_ADVANCED_KEYS) == bool(section):
-            kind = next(
-                kind for kind in (info.annotation, *get_args(info.annotation)) if not isinstance(kind, types.UnionType)
-            )
-            name = "str" if get_origin(kind) is Literal else kind.__name__
-            yield _row(section + key, name, info.default, _limits_of(key, info, kind))
+    of_section = {
+        key: info
+        for key, info in ServiceConfig.model_fields.items()
+        if key not in ("engine", "kv_store", "access") and (key in SERVICE_ADVANCED_KEYS) == bool(section)
+    }
+    yield from _model_rows(section, of_section)
+
+
+def _model_rows(section: str, fields_of_model: Mapping[str, FieldInfo]) -> Iterator[Row]:
+    for key, info in fields_of_model.items():
+        kind = next(
+            kind for kind in (info.annotation, *get_args(info.annotation)) if not isinstance(kind, types.UnionType)
+        )
+        name = "str" if get_origin(kind) is Literal else kind.__name__
+        yield _row(section + key, name, info.default, _limits_of(key, info, kind))
 
 
 def _limits_of(name: str, info: FieldInfo, kind: Any) -> str:

@@ -262,6 +262,12 @@ class EnginePool:
         return not self._closed and not any(engine.serving for engine in self._engines.values())
 
     @property
+    def prefill_tokens(self) -> int:
+        """See `EngineClient.prefill_tokens`; those that wait for an engine included."""
+        parked = sum(len(request.token_ids) for request, _ in self._parked.values())
+        return parked + sum(engine.prefill_tokens for engine in self._engines.values())
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for an engine."""
         return len(self._parked)

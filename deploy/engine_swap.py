@@ -126,6 +126,11 @@ class EngineSwap:
         """See `EngineClient.restarting`."""
         return self._engine.restarting
 
+    @property
+    def prefill_tokens(self) -> int:
+        """See `EngineClient.prefill_tokens`."""
+        return self._engine.prefill_tokens
+
     def new_request_id(self) -> int:
         """A request id never given before by this client."""
         return next(self._ids)

@@ -51,3 +51,15 @@ class GenerationFailed(RuntimeError):  # noqa: N818 - names the fact
 
     def __str__(self) -> str:
         return self.message
+
+
+class QuotaExceeded(RuntimeError):  # noqa: N818 - names the fact
+    """A tenant has used what it may (HTTP 429). `retry_after_s` is when a retry is worthwhile."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message

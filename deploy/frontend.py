@@ -4,7 +4,8 @@ Owns the count of outstanding answers and what is refused before an engine hears
 `EngineClient` alone; the answers themselves are generation.py's, HTTP is http_server.py's. One event loop, no threads.
 
 Invariants:
- 1. At most max_num_seqs + max_queued_requests answers are outstanding; beyond them `Overloaded` is raised at once.
+ 1. At most max_num_seqs + max_queued_requests answers are outstanding, and prompts of max_queued_tokens tokens wait to
+    be computed, or one request of any length; beyond them `Overloaded` is raised at once.
  2. What reaches the engine fits it: token ids inside the vocabulary, prompt + max_tokens within its longest sequence.
 """
 
@@ -32,6 +33,7 @@ from tournant.workers.messages import EngineInfo, EngineRequest
 from tournant.workers.sampling_params import SamplingParams
 
 MAX_PRIORITY = 1 << 30
+MEAN_PROMPT_TOKENS = 1024  # of all requests that may be outstanding, where `max_queued_tokens` is left open
 RESET_TIMEOUT_S = 10.0
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -45,7 +47,8 @@ class FrontendOptions:
     engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take;
     tiers: the engine has a node store, so usage tells where cached tokens lay; max_resumes: how many engines may die
     under an answer before it fails, 0 where there is no other engine to go on with it; max_queued_requests: answers
-    that may wait beyond those that run, None or more than that = as many as the engine takes.
+    that may wait beyond those that run, None or more than that = as many as the engine takes; max_queued_tokens: of
+    prompts whose answers have not begun, None = as MEAN_PROMPT_TOKENS says.
     """
 
     request_timeout_s: float = 600.0
@@ -55,6 +58,7 @@ class FrontendOptions:
     tiers: bool = False
     max_resumes: int = 0
     max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
 
 
 class Frontend:
@@ -104,7 +108,7 @@ class Frontend:
 
     def check_capacity(self, num_answers: int) -> None:
         """Raise what `submit_many` would for this many answers, before work is spent on their prompts."""
-        self._check_room(num_answers, self._outstanding + self.gate.num_pending)
+        self._check_queue(self._check_room(num_answers, self._outstanding + self.gate.num_pending))
 
     @asynccontextmanager
     async def entry(self, num_answers: int) -> AsyncIterator[None]:
@@ -125,7 +129,8 @@ class Frontend:
 
         await self.gate.change(change, drain_s, self.engine.info.max_queued_requests)
 
-    def _check_room(self, num_answers: int, taken: int) -> None:
+    def _check_room(self, num_answers: int, taken: int) -> int:
+        """Returns how many answers may be outstanding."""
         info = self.engine.info
         queued = self.options.max_queued_requests
         capacity = info.max_num_seqs + min(
@@ -139,6 +144,18 @@ class Frontend:
             )
         if taken + num_answers > capacity:
             raise Overloaded(f"{taken} answers are being generated or wait, of at most {capacity}; try again later")
+        return capacity
+
+    def _check_queue(self, capacity: int, num_tokens: int = 0) -> None:
+        """num_tokens: of new prompts, as far as they are known."""
+        limit, queued = self.options.max_queued_tokens, self.engine.prefill_tokens
+        if limit is None:
+            limit = capacity * min(self.engine.info.max_sequence_tokens, MEAN_PROMPT_TOKENS)
+        if queued and queued + num_tokens > limit:
+            new = f", and this request has {num_tokens} more" if num_tokens else ""
+            raise Overloaded(
+                f"prompts of {queued} tokens wait to be computed, of at most {limit}{new}; try again later"
+            )
 
     def submit(
         self,
@@ -183,7 +200,7 @@ class Frontend:
         self._check_params(params, info)
         _check_call(cache_salt, priority, timeout_s)
         limits = [self._room(token_ids, params, info) for token_ids in prompts]
-        self._check_room(len(prompts) * params.n, self._outstanding)
+        self._check_queue(self._check_room(len(prompts) * params.n, self._outstanding), sum(map(len, prompts)))
         if params.seed is None and not params.greedy:
             params = replace(params, seed=secrets.randbits(63))  # known here, so that another engine can resume it
         requests = [

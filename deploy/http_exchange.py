@@ -18,6 +18,7 @@ from typing import Any
 from tournant.deploy.http_client import WEIGHTS_PATH
 from tournant.deploy.openai_convert import DONE, error_event
 from tournant.deploy.openai_schema import ApiError
+from tournant.deploy.quota import TenantQuota
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,6 +57,7 @@ class Exchange:
         "route",
         "started_at",
         "status",
+        "tenant",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_request_id: bool = True) -> None:
@@ -75,6 +77,7 @@ class Exchange:
         self.finished = False
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.tenant: TenantQuota | None = None  # whose key it came with
 
     def header(self, name: bytes) -> bytes:
         """Value of a request header, empty when it is missing. `name` in lower case."""
@@ -171,6 +174,7 @@ class Exchange:
                         "prompt_tokens": self.prompt_tokens,
                         "completion_tokens": self.completion_tokens,
                         "complete": self.finished,
+                        **({} if self.tenant is None else {"tenant": self.tenant.tenant.name}),
                     }
                 ),
             )

@@ -132,6 +132,11 @@ class KVStoreConfig:
         """Most seconds in which the store copies down at its end."""
         return float(self.advanced.get("store_drain_s", DRAIN_S))
 
+    @property
+    def directory_shards(self) -> int:
+        """Of the directory that the stores of a cluster tell what they hold; 0: there is none."""
+        return 0 if self.host_bytes == 0 else int(self.advanced.get("store_directory_shards", 1))
+
     def offload(self, socket: str) -> OffloadConfig:
         """An engine's side, for a store that listens at `socket`. Raises ConfigError."""
         faults = {"faults": Faults(**self.advanced["faults"])} if "faults" in self.advanced else {}

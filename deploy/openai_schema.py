@@ -25,6 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a cha
 REFUSED_ROLES = ("tool", "function")
 ERROR_TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",

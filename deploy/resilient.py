@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,18 +25,23 @@ from ray.serve.handle import DeploymentHandle
 
 from tournant.cluster.engine_members import Member, State
 from tournant.cluster.engines_actor import EngineAnnouncer, EnginesClient, EngineWatch
+from tournant.cluster.index_feed import shared_feed
 from tournant.cluster.metrics import OUTSTANDING, WEIGHTS_EPOCH, MetricsRegistry, PrometheusBackend
 from tournant.cluster.shard_actors import node_address
 from tournant.cluster.weights_actor import WeightsClient
 from tournant.cluster.weights_rollout import Weights
-from tournant.deploy.config import parse_config
+from tournant.deploy.config import DEPLOYMENT_NAME, INGRESS_NAME, parse_config
 from tournant.deploy.engine_host import EngineHost, TwoBackends, log_to_stderr
 from tournant.deploy.engine_pool import EnginePool
 from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
 from tournant.deploy.health import Health
-from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
+from tournant.deploy.http_routes import AsgiApp
+from tournant.deploy.http_server import HttpOptions
+from tournant.deploy.http_side import HttpSide
+from tournant.deploy.kv_choice import KVChoice
+from tournant.deploy.live_config import take_up, with_user_config
 from tournant.deploy.resume import MAX_RESUMES
 from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.startup import start_engine_swap
@@ -62,9 +67,11 @@ class EngineReplica(EngineHost):
         engine is left then.
         """
         super().__init__(args, store_folder)
+        self._args = self._config  # without what `user_config` changes
         self._engine: EngineSwap | None = None
         self._server: EngineServer | None = None
         self._announcer: EngineAnnouncer | None = None
+        self._make_change: Callable[[float], Change]
         self._change: Change
         self._ending = False
         config, context = self._config, serve.get_replica_context()
@@ -94,7 +101,8 @@ class EngineReplica(EngineHost):
         server = self._server = EngineServer(engine, replica, token, weights.epoch, model=weights.model)
         self._health = Health(engine, lambda: server.draining)
         resolve = partial(resolve_model, dtype=config.weights_dtype, cache_dir=config.cache_path)
-        self._change = stream_change(server, engine, resolve, config.weights_drain_s, self._tell)
+        self._make_change = lambda drain_s: stream_change(server, engine, resolve, drain_s, self._tell)
+        self._change = self._make_change(config.weights_drain_s)
         if self._following is not None:
             self._following.on_epoch = self._note_epoch
         port = await server.start(host)
@@ -112,6 +120,15 @@ class EngineReplica(EngineHost):
             state: State = "draining" if self._server.draining else "serving"
             weights_id = self._engine.files.weights_id.hex()
             self._announcer.change(state=state, weights_id=weights_id, epoch=self._server.epoch)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve once this replica is ready, and when `user_config` changes.
+
+        Raises ConfigError for what cannot change without a restart; nothing has changed then.
+        """
+        self._config = with_user_config(self._args, user_config, DEPLOYMENT_NAME)
+        take_up(self._config, None)
+        self._change = self._make_change(self._config.weights_drain_s)
 
     async def check_health(self) -> None:
         """Called by Serve: raises EngineDeadError unless the engine can generate or is being ended on purpose, and when
@@ -180,11 +197,12 @@ class Ingress(HandleMethods):
     """The way in: HTTP and handles over all engines. args: of a ServiceConfig; replicas: the engines' deployment."""
 
     def __init__(self, args: Mapping[str, Any], replicas: DeploymentHandle[Any]) -> None:
-        self._config = parse_config(args)
+        self._args = self._config = parse_config(args)  # the one without what `user_config` changes
         self._replicas = replicas
         self._frontend: Frontend | None = None
         self._rollout: WeightsClient
         self._pool: EnginePool
+        self._http: HttpSide
         self._watch: EngineWatch
         self._following: asyncio.Task[None]
         self._news = asyncio.Event()
@@ -203,16 +221,23 @@ class Ingress(HandleMethods):
         async def connect(member: Member) -> StreamEngineClient:
             return await StreamEngineClient.connect(member.host, member.port, member.token, frontend_id)
 
-        self._pool = EnginePool(connect)
+        choice = KVChoice(shared_feed(context.app_name, config.kv_store.directory_shards))
+
+        def named(members: Sequence[Member]) -> None:
+            choice.keep(member.replica for member in members)
+            self._pool.set_members(members)
+
+        self._pool = EnginePool(connect, choice)
         self._pool.on_change = self._news.set
         self._following = asyncio.get_running_loop().create_task(self._follow_weights())
-        self._watch = EngineWatch(EnginesClient(context.app_name), self._pool.set_members)
+        self._watch = EngineWatch(EnginesClient(context.app_name), named)
         try:
             await asyncio.wait_for(self._ready.wait(), READY_S)
         except TimeoutError:
             logger.warning("no engine is ready after %g s; requests are answered with 503 until one is", READY_S)
         http = HttpOptions((name,), config.max_body_bytes, send_request_id=False)
-        return build_http_app(lambda: self._frontend, http, self._metrics, prometheus, self._rollout)
+        self._http = HttpSide(config.access, lambda: self._frontend, http, self._metrics, prometheus, self._rollout)
+        return self._http.app
 
     @property
     def frontend(self) -> Frontend:
@@ -250,6 +275,7 @@ class Ingress(HandleMethods):
                 self._config.engine.enable_prefix_caching,
                 tiers=bool(self._config.kv_store.host_bytes),
                 max_resumes=MAX_RESUMES,
+                max_queued_tokens=self._config.max_queued_tokens,
             )
             pool.use(weights_id)
             self._frontend = frontend = Frontend(tokenizer, pool, options, self._metrics.record_request)
@@ -274,15 +300,22 @@ class Ingress(HandleMethods):
             )
         return Tokenizer.from_folder(files.folder)
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve once this ingress has begun, and when `user_config` changes; errors as of `EngineReplica`."""
+        self._config = with_user_config(self._args, user_config, INGRESS_NAME)
+        take_up(self._config, self._frontend)
+
     async def check_health(self) -> None:
         """Called by Serve: raises EngineDeadError when this ingress cannot follow the engines any more."""
         if self._following.done():
             raise EngineDeadError("the ingress does not follow the weights of its engines any more")
 
     async def describe(self) -> dict[str, Any]:
-        """Facts of one of the engines, see `EngineHost`; num_resumed: answers that went on in another engine here."""
+        """Facts of one of the engines, see `EngineHost`; num_resumed: answers that went on in another engine here;
+        admin_address: where operators are served, None = not by this ingress.
+        """
         facts: dict[str, Any] = await self._replicas.describe.remote()
-        return facts | {"num_resumed": self._pool.num_resumed}
+        return facts | {"num_resumed": self._pool.num_resumed, "admin_address": self._http.admin_address}
 
     async def end_engine(self) -> None:
         """End all engines now; what runs fails."""
@@ -290,6 +323,7 @@ class Ingress(HandleMethods):
 
     async def __del__(self) -> None:
         """Called by Serve, which awaits it, when this replica ends; requests over HTTP are over then."""
+        await self._http.close()
         self._following.cancel()
         await self._watch.stop()
         await self._pool.close()

@@ -19,7 +19,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tournant.deploy.http_client import DEFAULT_URL, WEIGHTS_PATH, error_text, open_client, unreachable
+from tournant.deploy.http_client import (
+    DEFAULT_URL,
+    WEIGHTS_PATH,
+    CAFile,
+    KeyFile,
+    error_text,
+    open_client,
+    unreachable,
+)
+from tournant.workers.errors import ConfigError
 
 ANSWER_S = 60.0  # longer than the service waits for its roll-out
 POLL_S = 0.5
@@ -28,7 +37,7 @@ TRIES = 3
 SHOWN_ID = 12
 
 weights_app = typer.Typer(no_args_is_help=True, help="Change the weights of a running service.")
-Url = Annotated[str, typer.Option(help="Address of the server, on this machine.")]
+Url = Annotated[str, typer.Option(help="Address of the server on this machine, or of its port for operators.")]
 
 
 @weights_app.command("update")
@@ -36,11 +45,13 @@ def update_command(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id, as every replica is to find it.")],
     url: Url = DEFAULT_URL,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until all replicas have changed.")] = True,
+    key_file: KeyFile = None,
+    ca_file: CAFile = None,
 ) -> None:
     """Give all replicas other weights, one after another, while the service goes on."""
     path = Path(model).expanduser()
     name = str(path.absolute()) if path.exists() else model
-    with _service(url) as client:
+    with _service(url, key_file, ca_file) as client:
         epoch = _begin(client, name)
         if not wait:
             typer.echo(f"update {epoch} has begun; `tournant weights status` shows how it gets on")
@@ -57,9 +68,9 @@ def update_command(
 
 
 @weights_app.command("status")
-def status_command(url: Url = DEFAULT_URL) -> None:
+def status_command(url: Url = DEFAULT_URL, key_file: KeyFile = None, ca_file: CAFile = None) -> None:
     """What the service runs, and how an update gets on."""
-    with _service(url) as client:
+    with _service(url, key_file, ca_file) as client:
         status = _get_status(client)
     lines = [("state", status["state"]), ("epoch", status["epoch"]), ("model", status["model"] or "the default model")]
     lines += [("weights_id", status["weights_id"] or "not known yet")]
@@ -73,8 +84,12 @@ def status_command(url: Url = DEFAULT_URL) -> None:
 
 
 @contextmanager
-def _service(url: str) -> Iterator[httpx.Client]:
-    with open_client(url, ANSWER_S) as client:
+def _service(url: str, key_file: Path | None, ca_file: Path | None) -> Iterator[httpx.Client]:
+    try:
+        opened = open_client(url, ANSWER_S, key_file, ca_file)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    with opened as client:
         try:
             yield client
         except httpx.HTTPError as error:
@@ -141,6 +156,6 @@ def _weights(status: Mapping[str, Any]) -> str:
     return f"{status['model'] or 'the default model'}{known}, as epoch {status['epoch']}"
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 1) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)

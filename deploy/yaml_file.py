@@ -39,10 +39,10 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path} {error}") from None
 
 
-def parse_yaml(text: bytes | str) -> Any:
+def parse_yaml(text: bytes | str, max_bytes: int = MAX_FILE_BYTES) -> Any:
     """What a text holds. Raises ConfigError, whose message continues "the file ..."."""
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"has more than {MAX_FILE_BYTES} bytes")
+    if len(text) > max_bytes:
+        raise ConfigError(f"has more than {max_bytes} bytes")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
     """Without numbers that Python can hold, but not print."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        number = int(super().construct_yaml_int(node))  # type: ignore[no-untyped-call]
+        number = int(super().construct_yaml_int(node))
         if abs(number) > _MAX_NUMBER:
             raise ConfigError(f"has a number of more than 64 bits{_line(node)}")
         return number

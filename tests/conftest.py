@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import tests.helpers.triton_interpreter  # noqa: F401 - before torch._dynamo imports triton, see there
+from tests.helpers.processes import ByFile, starts_ray
 from tests.helpers.ray_guard import RayGuard
 
 REPO = Path(__file__).resolve().parent.parent
@@ -29,11 +31,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several test processes: all that starts Ray in one of them, first since it takes longest; else by file."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    """What starts Ray comes first, since it takes longest."""
+    items.sort(key=lambda item: not starts_ray(item.nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """How tests are dealt to several test processes."""
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,7 @@ class EngineConfig:
     kv_cache_dtype: of KV on the device, "auto" = dtype;
     max_model_len: tokens of prompt + output per sequence, None = the model's own limit;
     max_num_seqs: sequences that run at once; max_num_batched_tokens: tokens computed in one step;
-    max_queued_requests: requests that may wait beyond max_num_seqs before new ones are refused with 429;
+    max_queued_requests: requests that may wait beyond max_num_seqs before new ones are refused with 503;
     kv_cache_bytes: size of the device block pool, None = the lesser of 1 GiB and a quarter of free memory on CPU, what
     gpu_memory_utilization leaves on CUDA; gpu_memory_utilization: share of a GPU's memory that weights, the largest
     step and the pool may take together;

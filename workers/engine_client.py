@@ -77,6 +77,10 @@ class EngineClient(Protocol):
     def restarting(self) -> bool:
         """Whether there is no engine now, but may be one soon; `submit` raises EngineDeadError until then."""
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of requests of this client that have no output yet."""
+
     def new_request_id(self) -> int:
         """A request id never given before by this client."""
 
@@ -192,6 +196,11 @@ class ProcessEngineClient(asyncio.Protocol):
     def restarting(self) -> bool:
         """Never: what has ended does not come back under this client."""
         return False
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of requests that have no output yet."""
+        return self._open.prefill_tokens
 
     def new_request_id(self) -> int:
         """A request id never given before by this client."""

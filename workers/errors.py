@@ -15,7 +15,7 @@ class EngineDeadError(RuntimeError):
     """The engine process ended; requests it held must be sent again."""
 
 
-class Overloaded(RuntimeError):  # noqa: N818 - a state of the service, answered by 429
+class Overloaded(RuntimeError):  # noqa: N818 - a state of the service, answered by 503
     """The bounded queue is full. `retry_after_s` is when a retry is worthwhile."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:

@@ -143,6 +143,11 @@ class ReplicaEngine:
         return self._alive and not self._serves
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens of requests that have no output yet."""
+        return 0 if self._client is None else self._client.prefill_tokens
+
+    @property
     def _serves(self) -> bool:
         return self._client is not None and self._client.alive
 

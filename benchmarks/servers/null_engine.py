@@ -38,6 +38,7 @@ class NullEngineClient:
         self.last_step_time = 0.0
         self.alive = True
         self.restarting = False
+        self.prefill_tokens = 0
         self._ids = itertools.count(1)
         self._tokens = tokens
         self._running: dict[int, tuple[OutputSink, int, int]] = {}  # request id -> sink, tokens made, tokens wanted

@@ -34,6 +34,7 @@ DEPLOYMENT = DeploymentID("Replica", "app")
 POLICY = "tournant.cluster.autoscaling:ServingPolicy"
 BLOCK = 16
 STEP_S = 1.0
+DECIDE_S = 2.0  # Serve asks ten times a second, which only takes longer here
 START_S = 30.0  # until a new replica serves
 
 
@@ -196,7 +197,7 @@ class World:
     def run(self, seconds: float) -> None:
         """Let time pass."""
         with self.virtual_time():
-            if not self.count and not self.target:
+            if not self.history:
                 self.start()
             end = self.now + seconds
             while self.now < end:
@@ -206,7 +207,9 @@ class World:
                     self.ended += one.step(self.now)
                 self.leaving = [one for one in self.leaving if one.waiting or one.running]
                 self.report()
-                self.decide()
+                if self.now % DECIDE_S < STEP_S:
+                    self.decide()
+                self.note()
 
     @contextmanager
     def virtual_time(self) -> Iterator[None]:
@@ -275,13 +278,13 @@ class World:
         target = self.state.get_decision_num_replicas(self.target)
         if target != self.target:
             self.set_target(target)
+
+    def note(self) -> None:
         queues = [one.work / one.speed for one in self.serving] or [0.0]
         count = sum(len(one.running) + len(one.waiting) for one in [*self.replicas, *self.leaving])
         count += len(self.at_handle)
         self.history.append(
-            Moment(
-                self.now - 1000.0, self.target, len(self.serving), max(queues), min(queues), count, self.num_refused
-            )  # fmt: skip
+            Moment(self.now - 1000.0, self.target, len(self.serving), max(queues), min(queues), count, self.num_refused)
         )
 
     # ---------------------------------------------------------------- what came of it

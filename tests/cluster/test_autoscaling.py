@@ -101,7 +101,7 @@ def burst(policy: type[ServingPolicy] | None, kwargs: dict[str, Any]) -> list[st
     back = next((one.at for one in world.history if one.at > 340 and one.target == 1), math.inf)
     return faults(
         turned=world.turns() > 1,
-        waits=max(one.shortest_s for one in world.history if one.at > serving + 2) > 1,
+        waits=max(one.shortest_s for one in world.history if one.at > serving + 4) > 1,
         late=back > over + 2 * DELAY_S,
         never_up=max(world.targets()) < 2,
     )
@@ -199,14 +199,16 @@ def rising(policy: type[ServingPolicy] | None, kwargs: dict[str, Any]) -> list[s
     """A slow rise is followed before anything waits."""
     world = World(lambda at: ONE * (0.3 + 3 * min(1.0, at / 1500)), policy=policy, kwargs=EXACT | kwargs)
     world.run(2000)
-    return faults(waited=world.longest_queue_s(0) > 1.5, few=world.target < 4)
+    targets = world.targets()
+    return faults(waited=world.longest_queue_s(0) > 1.5, few=targets[-1] < 4, many=max(targets) > 5)
 
 
 def idle_model(policy: type[ServingPolicy] | None, kwargs: dict[str, Any]) -> list[str]:
     """Nothing runs until somebody asks, and not much longer after the last one."""
     world = World(
-        lambda at: 0.5 * ONE if 200 <= at < 260 else 0.0, policy=policy, kwargs=EXACT | kwargs, min_replicas=0
-    )
+        lambda at: 0.5 * ONE if 200 <= at < 260 else 0.0, policy=policy, kwargs=EXACT | kwargs, min_replicas=0,
+        downscale_to_zero_delay_s=60,
+    )  # fmt: skip
     world.run(199)
     before = world.targets()
     world.run(61)
@@ -363,7 +365,7 @@ MUTANTS = {
     "the last moment decides": Mutant("sawtooth", NoPeak),
     "the delay counts many times": Mutant("burst", LastOfDelay),
     "unknown is idle": Mutant("silent", UnknownIsIdle),
-    "on top of what there is": Mutant("tenfold", OnTop),
+    "on top of what there is": Mutant("rising", OnTop),
     "the mean for the sum": Mutant("steady", PerReplica),
     "requests are counted, long": Mutant("few_long_prompts", Requests),
     "requests are counted, short": Mutant("many_short_prompts", Requests),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tournant.deploy.http_exchange import Scope
-from tournant.deploy.http_server import AsgiApp
+from tournant.deploy.http_routes import AsgiApp
 
 
 @dataclass

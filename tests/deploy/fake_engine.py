@@ -82,6 +82,11 @@ class FakeEngineClient:
         self._ids = itertools.count(1)
         self._stepping: asyncio.Handle | None = None
 
+    @property
+    def prefill_tokens(self) -> int:
+        waiting = {a.request.request_id: a.request for a in self.running if a.made == a.request.num_output}
+        return sum(len(request.token_ids) for request in waiting.values())
+
     def new_request_id(self) -> int:
         return next(self._ids)
 

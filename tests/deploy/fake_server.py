@@ -9,9 +9,11 @@ from typing import Any
 from tests.deploy.asgi_client import Call, fetch
 from tests.deploy.fake_engine import FakeEngineClient, make_info
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
+from tournant.deploy.access import Access
 from tournant.deploy.admin_routes import WeightsService
 from tournant.deploy.frontend import Frontend, FrontendOptions
-from tournant.deploy.http_server import AsgiApp, HttpOptions, build_http_app
+from tournant.deploy.http_routes import RoutedApp
+from tournant.deploy.http_server import HttpOptions, build_http_app
 from tournant.deploy.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -24,7 +26,7 @@ PROMPT = {"prompt": "hi", "temperature": 0}
 class Server:
     """An application over a fake engine."""
 
-    app: AsgiApp
+    app: RoutedApp
     engine: FakeEngineClient
     frontend: Frontend
 
@@ -36,6 +38,7 @@ def make(
     weights: WeightsService | None = None,
     info: dict[str, object] | None = None,
     http: dict[str, Any] | None = None,
+    access: Access | None = None,
     **engine: Any,
 ) -> Server:
     answers = [list(text.encode()) for text in texts]
@@ -51,6 +54,7 @@ def make(
         metrics,
         backend,
         weights,
+        access,
     )
     return Server(app, client, frontend)
 

@@ -122,6 +122,7 @@ def replica_of(tokenizer: Tokenizer) -> tuple[Any, FakeEngineClient]:
     kind = type("PlainReplica", (), methods)  # its __del__ is awaited by Serve alone
     replica: Any = kind()
     replica._frontend, replica._metrics = frontend, MetricsRegistry("M", PrometheusBackend())
+    replica._http = None
     replica._following = WeightsLoop("a", NobodyAnswers(), change)
     return replica, engine
 

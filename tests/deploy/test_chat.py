@@ -119,7 +119,8 @@ def test_a_session_resets_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chat, "ask", ask)
     lines = iter(["one", "", "/reset", "bad", "two", "/exit", "never"])
     shown: list[str] = []
-    run_chat("http://server/v1", "m", None, {}, lambda _: next(lines), shown.append)
+    with httpx.Client(base_url="http://server") as client:
+        run_chat(client, "m", None, {}, lambda _: next(lines), shown.append)
     assert [[message["content"] for message in messages] for messages in asked] == [["one"], ["bad"], ["bad", "two"]]
     assert "error: no\n" in shown
     assert next(lines) == "never"

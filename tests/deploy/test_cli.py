@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tournant.deploy import cli
+from tournant.deploy.access_config import AccessConfig
 from tournant.deploy.config import ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig, parse_config
 from tournant.deploy.kv_store_config import KV_STORE_KEYS
 from tournant.workers.config import EngineConfig
@@ -21,9 +22,10 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_flags_are_the_fields_of_the_configuration() -> None:
-    flags = set(inspect.signature(cli.serve).parameters) - {"config"}
-    service = set(ServiceConfig.model_fields) - {"engine", "kv_store"} - SERVICE_ADVANCED_KEYS
-    assert flags == service | ENGINE_KEYS | KV_STORE_KEYS
+    flags = set(inspect.signature(cli.serve).parameters) - {"config"} - set(cli.TLS_FLAGS)
+    service = set(ServiceConfig.model_fields) - {"engine", "kv_store", "access"} - SERVICE_ADVANCED_KEYS
+    access = set(AccessConfig.model_fields) - {"public_metrics", "admin_host"}  # with others than the own machine: YAML
+    assert flags == service | ENGINE_KEYS | KV_STORE_KEYS | access
 
 
 @pytest.mark.parametrize(

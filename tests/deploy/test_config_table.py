@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tournant.deploy import config_table
+from tournant.deploy.access_config import AccessConfig
 from tournant.deploy.config import ADVANCED_KEYS, ENGINE_KEYS, SERVICE_ADVANCED_KEYS, ServiceConfig
 from tournant.deploy.kv_store_config import FAULT_KEYS, KV_ADVANCED_KEYS, KV_STORE_KEYS
 from tournant.deploy.live_config import LIVE_KEYS
@@ -30,7 +31,7 @@ def test_the_page_is_what_the_definitions_say() -> None:
 
 
 def test_what_can_change_live_is_marked() -> None:
-    prefixes = {"The service": "", "engine:": "engine.", "kv_store:": "kv_store."}
+    prefixes = {"The service": "", "engine:": "engine.", "kv_store:": "kv_store.", "access:": "access."}
     marked = [
         prefixes.get(title, "advanced.") + key
         for title, rows in sections().items()
@@ -42,9 +43,9 @@ def test_what_can_change_live_is_marked() -> None:
 
 def test_every_key_is_there_but_those_for_tests() -> None:
     tables = sections()
-    service, engine, store, *advanced = (set(rows) for rows in tables.values())
-    assert service | {"engine", "kv_store"} | SERVICE_ADVANCED_KEYS == set(ServiceConfig.model_fields)
-    assert (engine, store) == (ENGINE_KEYS, KV_STORE_KEYS)
+    service, engine, store, access, *advanced = (set(rows) for rows in tables.values())
+    assert service | {"engine", "kv_store", "access"} | SERVICE_ADVANCED_KEYS == set(ServiceConfig.model_fields)
+    assert (engine, store, access) == (ENGINE_KEYS, KV_STORE_KEYS, set(AccessConfig.model_fields))
     assert set().union(*advanced) == (ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS) - FAULT_KEYS
     assert all(rest[-1] for rows in tables.values() for rest in rows.values())
 
@@ -57,6 +58,7 @@ def test_every_key_is_there_but_those_for_tests() -> None:
         ("The service", "request_timeout_s", ["number", "600", "above 0 to 604800"]),
         ("engine:", "max_num_seqs", ["whole number", "64", "1 to 4096"]),
         ("engine:", "deterministic", ["true or false", "false", ""]),
+        ("access:", "admin_port", ["whole number", "null", "0 to 65535"]),
         ("advanced:, of the service", "weights_drain_s", ["number", "30", "0 to 86400"]),
         ("advanced:, of the tiers", "restore", ["text", "auto", "auto, always, never"]),
         ("advanced:, of the tiers", "nvme_workers", ["whole number", "4", "1 to 64"]),
@@ -75,7 +77,8 @@ def test_a_key_without_a_meaning_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_meaning_is_left_over() -> None:
     names = {
-        "": [name for name in ServiceConfig.model_fields if name not in ("engine", "kv_store")],
+        "": [name for name in ServiceConfig.model_fields if name not in ("engine", "kv_store", "access")],
+        "access.": AccessConfig.model_fields,
         "engine.": ENGINE_KEYS,
         "kv_store.": KV_STORE_KEYS,
         "advanced.": ADVANCED_KEYS | SERVICE_ADVANCED_KEYS | KV_ADVANCED_KEYS,

@@ -13,7 +13,7 @@ from tests.deploy.fake_engine import FakeEngineClient
 from tests.deploy.fake_server import ASK, CHAT, COMPLETIONS, MESSAGES, PROMPT, Server, content, error_of, make
 from tests.helpers.tiny_model import BOS_ID
 from tournant.deploy.frontend import FrontendOptions
-from tournant.deploy.http_server import VERSION
+from tournant.deploy.status_routes import VERSION
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.block import Namespace
 from tournant.workers.messages import EngineStats, TierStats, TokenLogprobs

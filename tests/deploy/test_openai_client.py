@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 
 from tests.deploy.fake_server import COMPLETIONS, MESSAGES, PROMPT, Server, make
-from tournant.deploy.http_server import AsgiApp, uvicorn_config
+from tournant.deploy.http_routes import AsgiApp
+from tournant.deploy.http_server import uvicorn_config
 from tournant.deploy.tokenizer import Tokenizer
 
 

@@ -105,6 +105,20 @@ def test_a_long_prompt_is_chunked_and_does_not_hold_up_decodes_or_short_prompts(
     assert first_answer[2] >= 800 // 64
 
 
+def test_queued_tokens_are_those_that_no_step_computes_yet() -> None:
+    engine = make_engine(num_blocks=200, block_tokens=8, max_num_batched_tokens=64, max_num_seqs=1)
+    engine.add_request(EngineRequest(1, [2] * 160, SamplingParams(max_tokens=2, seed=0, ignore_eos=True)))
+    engine.add_request(EngineRequest(2, [3] * 20, SamplingParams(max_tokens=1, seed=0, ignore_eos=True)))
+    queued = [engine.stats().queued_tokens]
+    while engine.has_work:
+        engine.step()
+        queued.append(engine.stats().queued_tokens)
+    assert queued[0] == 180
+    assert queued[-1] == 0
+    assert queued == sorted(queued, reverse=True)
+    assert len(set(queued)) > 3, "a long prompt counts for less after each of its chunks"
+
+
 def test_priority_runs_first_and_is_not_preempted() -> None:
     engine = make_engine(num_blocks=8, block_tokens=8, max_num_seqs=1)
     params = SamplingParams(max_tokens=2, seed=0, ignore_eos=True)

@@ -274,5 +274,5 @@ def test_what_is_no_frame_is_nobodys_message(pair: tuple[RankLine, RankLine], ru
     raw(leader, rubbish)
     with pytest.raises(InvariantViolation, match=f"^rank 0 sent what is no frame: {why}"):
         rank.receive()
-    with pytest.raises(LineLost, match="^rank 0 sent what is no frame: "):
+    with pytest.raises(LineLost, match=r"^rank 0 sent what is no frame: "):
         rank.receive()
