@@ -89,6 +89,13 @@ def digest_of(key: bytes | str) -> bytes:
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
 
 
+_FORMS = {
+    "name": "1 to 64 letters, digits and . _ -",
+    "keys": f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable characters without spaces",
+    "digests": "64 hexadecimal digits, in lower case",
+}
+
+
 class Keyring:
     """Digests of keys and whose they are."""
 
@@ -167,6 +174,9 @@ def _fault(details: Mapping[str, Any]) -> str:
             return f"{parent or 'the file'} has something else than {known}"
         case "missing":
             return f"{where} is missing"
+        case "string_pattern_mismatch":
+            field = next(part for part in reversed(details["loc"]) if isinstance(part, str))
+            return f"{where} must have {_FORMS[field]}"
         case "model_type":
             return f"{where} must be a mapping of names to values"
         case _:

@@ -161,11 +161,9 @@ class _SchemaChecker:
     ) -> dict[str, Any] | None:
         """As `check_model`. missing: keys that are written, but wrong."""
         given = dict(plain)
-        try:
-            model.model_validate(dict(plain))
+        errors = _errors(model, plain)
+        if not errors:
             return plain
-        except ValidationError as error:
-            errors = error.errors()
         if any(not details["loc"] for details in errors):  # then the fields were not looked at
             errors += _errors_by_field(model, given)
         wrong: dict[str, list[str]] = {}  # what is said of each value
@@ -258,15 +256,25 @@ def _unknown(prefix: str, key: Any, known: Iterable[str]) -> str:
     return line + mark + rest.replace(prefix, "") if prefix else line + mark + rest
 
 
+def _errors(model: type[BaseModel], data: Mapping[str, Any]) -> list[Any]:
+    """As `ValidationError.errors`."""
+    try:
+        model.model_validate(dict(data))
+    except ValidationError as error:
+        return list(error.errors())
+    except (TypeError, AttributeError, LookupError) as error:  # of Serve's validators, which expect the right kinds
+        return [{"loc": (), "type": "value_error", "msg": f"Serve cannot read it: {error}"}]
+    return []
+
+
 def _errors_by_field(model: type[BaseModel], given: Mapping[str, Any]) -> list[Any]:
     needed = {key: given[key] for key, field in model.model_fields.items() if field.is_required() and key in given}
-    found: list[Any] = []
-    for key, value in given.items():
-        try:
-            model.model_validate({**needed, key: value})
-        except ValidationError as error:
-            found += [details for details in error.errors() if details["loc"][:1] in ((), (key,))]
-    return found
+    return [
+        details
+        for key, value in given.items()
+        for details in _errors(model, {**needed, key: value})
+        if details["loc"][:1] in ((), (key,))
+    ]
 
 
 def _faults_of_ours(app: Mapping[str, Any], where: str) -> list[str]:

@@ -99,6 +99,7 @@ class EnginePool:
 
     def __init__(self, connect: Connect, choose: Choose = least_prefill, first_wait_s: float = FIRST_WAIT_S) -> None:
         self.on_change: Callable[[], None] = lambda: None  # called when engines or their weights are others
+        self.on_wait: Callable[[], None] = lambda: None  # called when a request waits for an engine
         self.num_resumed = 0  # answers that came with tokens of another engine
         self._connect = connect
         self._choose = choose
@@ -333,6 +334,7 @@ class EnginePool:
             )
         else:
             self._parked[request.request_id] = (request, sink)
+            self.on_wait()
 
     def _suits(self, request: EngineRequest, engine: PoolEngine) -> bool:
         return (request.weights_id or self._weights_id) == engine.weights_id

@@ -34,6 +34,7 @@ from tournant.deploy.config import DEPLOYMENT_NAME, INGRESS_NAME, parse_config
 from tournant.deploy.engine_host import EngineHost, TwoBackends, log_to_stderr
 from tournant.deploy.engine_pool import EnginePool
 from tournant.deploy.engine_swap import EngineSwap
+from tournant.deploy.engine_wake import EngineWake
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
 from tournant.deploy.health import Health
@@ -204,6 +205,7 @@ class Ingress(HandleMethods):
         self._pool: EnginePool
         self._http: HttpSide
         self._watch: EngineWatch
+        self._wake: EngineWake
         self._following: asyncio.Task[None]
         self._news = asyncio.Event()
         self._ready = asyncio.Event()
@@ -229,6 +231,8 @@ class Ingress(HandleMethods):
 
         self._pool = EnginePool(connect, choice)
         self._pool.on_change = self._news.set
+        self._wake = EngineWake(lambda: self._replicas.describe.remote())
+        self._pool.on_wait = self._wake.want
         self._following = asyncio.get_running_loop().create_task(self._follow_weights())
         self._watch = EngineWatch(EnginesClient(context.app_name), named)
         try:
@@ -236,15 +240,22 @@ class Ingress(HandleMethods):
         except TimeoutError:
             logger.warning("no engine is ready after %g s; requests are answered with 503 until one is", READY_S)
         http = HttpOptions((name,), config.max_body_bytes, send_request_id=False)
-        self._http = HttpSide(config.access, lambda: self._frontend, http, self._metrics, prometheus, self._rollout)
+        self._http = HttpSide(config.access, self._present, http, self._metrics, prometheus, self._rollout)
         return self._http.app
+
+    def _present(self) -> Frontend | None:
+        """The frontend, if there has been an engine; one is asked for otherwise."""
+        if self._frontend is None:
+            self._wake.want()
+        return self._frontend
 
     @property
     def frontend(self) -> Frontend:
         """The frontend over all engines. Raises EngineDeadError before the first one is ready."""
-        if self._frontend is None:
+        frontend = self._present()
+        if frontend is None:
             raise EngineDeadError("no engine is ready yet")
-        return self._frontend
+        return frontend
 
     async def _follow_weights(self) -> None:
         """Answer by the weights that most engines have."""
@@ -325,5 +336,6 @@ class Ingress(HandleMethods):
         """Called by Serve, which awaits it, when this replica ends; requests over HTTP are over then."""
         await self._http.close()
         self._following.cancel()
+        await self._wake.stop()
         await self._watch.stop()
         await self._pool.close()

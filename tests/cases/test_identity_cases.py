@@ -13,6 +13,7 @@ import pytest
 
 from tests.cases.conftest import random_prompts
 from tests.cases.test_tier_cases import NUM_TOKENS, Answer, tiered_server
+from tests.deploy.keys import write_secret
 from tests.helpers.live_server import M_TOKEN_BYTES, LiveServer
 from tests.helpers.tiny_model import build_tiny_model
 from tests.workers.harness import Session, make_engine
@@ -29,6 +30,8 @@ from tournant.workers.sampling_params import SamplingParams
 
 LONG = random_prompts(4, 100, seed=21)
 WHOLE = 96  # tokens of each that are whole blocks
+BODY = {"model": "m", "prompt": LONG[0], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+KEY_OF = {tenant: f"the-key-of-tenant-{tenant}" for tenant in "abcd"}
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +136,34 @@ def test_case_23_two_models_of_one_shape_share_a_store(tiny_model: Path, twin: P
             session.close()
 
 
+def as_salt(tenant: str) -> dict[str, Any]:
+    """A request of a tenant that is the salt it comes with."""
+    return {"json": BODY | {"cache_salt": tenant}}
+
+
+def as_key(tenant: str) -> dict[str, Any]:
+    """A request of a tenant whose key it comes with."""
+    return {"json": BODY, "headers": {"authorization": f"Bearer {KEY_OF[tenant]}"}}
+
+
 @pytest.mark.case(23)
-def test_case_23_two_tenants_share_a_store(tiny_model: Path, tmp_path: Path) -> None:
-    """A tenant is the salt that a request comes with."""
-    with tiered_server(tiny_model, tmp_path, nvme_bytes=0) as server:
-        first = ask_as(server, "a")
-        assert ask_as(server, "b").text == first.text
+@pytest.mark.parametrize("request_of", [as_salt, as_key])
+def test_case_23_two_tenants_share_a_store(
+    tiny_model: Path, tmp_path: Path, request_of: Callable[[str], dict[str, Any]]
+) -> None:
+    access = {}
+    if request_of is as_key:
+        listed = [{"name": name, "keys": [key]} for name, key in KEY_OF.items()]
+        access = {"api_keys_file": str(write_secret(tmp_path / "keys", {"tenants": listed}))}
+    with tiered_server(tiny_model, tmp_path, nvme_bytes=0, access=access) as server:
+        ask_as = partial(answer_to, server, request_of)
+        first = ask_as("a")
+        assert ask_as("b").text == first.text
         assert (first.device, first.host) == (0, 0)
-        assert ask_as(server, "c").device == 0
-        assert ask_as(server, "a").device == WHOLE
+        assert ask_as("c").device == 0
+        assert ask_as("a").device == WHOLE
         server.forget_device()
-        assert [(ask_as(server, tenant).host, ask_as(server, tenant).device) for tenant in "dba"] == [
+        assert [(ask_as(tenant).host, ask_as(tenant).device) for tenant in "dba"] == [
             (0, WHOLE),
             (WHOLE, WHOLE),
             (WHOLE, WHOLE),
@@ -151,9 +171,8 @@ def test_case_23_two_tenants_share_a_store(tiny_model: Path, tmp_path: Path) -> 
         server.assert_at_rest()
 
 
-def ask_as(server: LiveServer, tenant: str) -> Answer:
-    body = {"model": "m", "prompt": LONG[0], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    reply = server.http.post("/v1/completions", json=body | {"cache_salt": tenant})
+def answer_to(server: LiveServer, request_of: Callable[[str], dict[str, Any]], tenant: str) -> Answer:
+    reply = server.http.post("/v1/completions", **request_of(tenant))
     assert reply.status_code == 200, reply.text
     found = reply.json()
     tiers = found["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]

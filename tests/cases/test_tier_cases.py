@@ -54,6 +54,7 @@ def tiered_server(
     block_bytes: int = BLOCK_BYTES,
     nvme_bytes: int = NVME_BYTES,
     engine: dict[str, Any] | None = None,
+    access: dict[str, Any] | None = None,
     **advanced: Any,
 ) -> Iterator[LiveServer]:
     """M over TIERS; what is found below is loaded, whatever that costs."""
@@ -64,7 +65,8 @@ def tiered_server(
     if "faults" in advanced:
         advanced["allow_faults"] = True
     make_store = advanced.pop("make_store", None)
-    options = {} if make_store is None else {"make_store": make_store}
+    options: dict[str, Any] = {} if make_store is None else {"make_store": make_store}
+    options["access"] = access or {}
     advanced = {"restore": "always", "restore_ms": 60_000, "lookup_ms": 10_000} | advanced
     with live_server(model, engine=engine, advanced=advanced, kv_store=kv_store, **options) as server:
         yield server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 import ray
@@ -62,7 +63,15 @@ async def until(client: WeightsClient, holds: Callable[[Status], bool]) -> Statu
 
 
 def run(test: Callable[[WeightsClient], Awaitable[None]], app: str, idle_s: float = 60.0) -> None:
-    asyncio.run(test(WeightsClient(app, "old", CONFIG, idle_s)))  # type: ignore[arg-type]
+    async def begin() -> None:
+        client = WeightsClient(app, "old", CONFIG, idle_s)
+        for _ in range(12):  # a busy machine takes longer to start an actor than callers wait
+            with suppress(UpdateUnavailable):
+                await client.status()
+                break
+        await test(client)
+
+    asyncio.run(begin())
 
 
 def test_an_update_goes_on_though_its_actor_is_killed() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,66 @@ def test_all_faults_are_told_at_once_also_behind_one_that_hides_others() -> None
         "applications[2] is 7",
     ):
         assert any(piece in line for line in found), piece
+
+
+WHOLE: dict[str, Any] = {
+    "proxy_location": "EveryNode",
+    "http_options": {"host": "0.0.0.0", "port": 8000},
+    "logging_config": {"log_level": "INFO"},
+    "applications": [
+        {
+            "name": "a",
+            "import_path": IMPORT_PATH,
+            "runtime_env": {"env_vars": {"A": "b"}, "py_modules": ["https://example.com/x.zip"]},
+            "args": {"engine": {"max_num_seqs": 4}, "kv_store": {"host_bytes": 0}, "advanced": {"num_threads": 1}},
+            "deployments": [
+                {
+                    "name": "Replica",
+                    "num_replicas": "auto",
+                    "user_config": {"log_level": "debug", "engine": {"max_queued_requests": 3}},
+                    "ray_actor_options": {"num_cpus": 1, "resources": {"x": 1}, "label_selector": {"a": "b"}},
+                    "autoscaling_config": {
+                        "max_replicas": 3,
+                        "policy": {
+                            "policy_function": "tournant.cluster.autoscaling:ServingPolicy",
+                            "policy_kwargs": {},
+                        },
+                    },
+                    "request_router_config": {"request_router_class": "tournant.cluster.kv_router:KVRouter"},
+                    "gang_scheduling_config": {"gang_size": 1},
+                    "placement_group_bundles": [{"CPU": 1}],
+                    "placement_group_bundle_label_selector": [{"a": "b"}],
+                    "deployment_actors": [{"name": "x", "actor_class": "their:Actor", "init_args": [1]}],
+                    "backpressure_config": {"status_code": 429},
+                }
+            ],
+        }
+    ],
+}
+ODD: tuple[Any, ...] = (None, -1, "x", [None], {1: 2})
+
+
+def places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def test_whatever_stands_anywhere_is_judged_in_lines() -> None:
+    assert check(WHOLE) == []
+    refused = 0
+    for path in places(WHOLE):
+        for odd in ODD:
+            changed = {"": copy.deepcopy(WHOLE)}
+            inner: Any = changed
+            for part in ("", *path)[:-1]:
+                inner = inner[part]
+            inner[("", *path)[-1]] = odd
+            found = check(changed[""])
+            assert all(line.strip() and "\n" not in line for line in found), (path, odd)
+            refused += bool(found)
+    assert refused > 150
 
 
 def test_names_and_prefixes_of_applications_must_differ() -> None:

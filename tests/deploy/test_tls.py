@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
+import shutil
 import ssl
-from ipaddress import IPv4Address
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -22,10 +22,6 @@ from tournant.deploy.tls import check_tls
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.errors import ConfigError
 
-x509 = pytest.importorskip("cryptography.x509", reason="cryptography, which makes the certificate, is not installed")
-from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
-from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
-
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
@@ -34,25 +30,21 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
     certificate, secret = folder / f"{name}.crt", folder / f"{name}.key"
-    certificate.write_bytes(built.public_bytes(serialization.Encoding.PEM))
-    form = serialization.PrivateFormat.PKCS8
-    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    made = [
+        *command.split(),
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(secret),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(made, check=True, capture_output=True)
     return certificate, secret
 
 

@@ -21,6 +21,7 @@ import uvicorn
 
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
 from tournant.cluster.node_store import StorePlan
+from tournant.deploy.access import Access
 from tournant.deploy.config import ServiceConfig, parse_config
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.http_server import HttpOptions, build_http_app, uvicorn_config
@@ -97,7 +98,9 @@ class LiveServer:
             self.config.request_timeout_s, self.config.engine.enable_prefix_caching, tiers=self.store is not None
         )
         self.frontend = Frontend(tokenizer, self.engine, options, metrics.record_request)
-        app = build_http_app(lambda: self.frontend, HttpOptions((self.name,)), metrics, self.prometheus)
+        access = Access(self.config.access)
+        http = HttpOptions((self.name,))
+        app = build_http_app(lambda: self.frontend, http, metrics, self.prometheus, access=access)
         self._server = uvicorn.Server(uvicorn_config(app, "127.0.0.1", 0))  # type: ignore[arg-type]
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self._loop.call_soon(self._started.set)

@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from openai import APITimeoutError, OpenAI
+from openai import APITimeoutError, AuthenticationError, OpenAI
 from ray import serve
 from ray.serve.schema import ApplicationStatus
+from typer.testing import CliRunner
 
+from tests.deploy.keys import KEYS, tenants, write_secret
+from tournant.deploy.cli import app as command_line
 from tournant.deploy.errors import GenerationFailed, RequestError
 from tournant.deploy.supervisor import descendants
 from tournant.kvstore import nvme_folder
@@ -45,9 +48,9 @@ def free_port() -> int:
         return port
 
 
-def ask(port: int, stream: bool) -> str:
+def ask(port: int, stream: bool, key: str = "none") -> str:
     """M's greedy answer over HTTP."""
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=60)
     if stream:
         chunks = client.chat.completions.create(model="M", messages=MESSAGES, stream=True, **GREEDY)
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -130,6 +133,7 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
     run_folders = Path("/tmp", f"t{os.getpid()}")  # sockets below need a short path
     run_folders.mkdir()
     before = set(leftovers(run_folders))
+    admin_key = write_secret(tmp_path / "admin", KEYS["root"])
     command = [
         BIN / "tournant",
         "serve",
@@ -142,6 +146,12 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
         "float32",
         "--cache-dir",
         tmp_path / "cache",
+        "--api-keys-file",
+        write_secret(tmp_path / "keys", tenants("ann")),
+        "--admin-port",
+        "0",
+        "--admin-key-file",
+        admin_key,
     ]
     process = subprocess.Popen(
         command,
@@ -152,13 +162,22 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
     )
     try:
         assert process.stdout is not None
-        ready, curl = process.stdout.readline(), process.stdout.readline()
+        ready, operators, curl = (process.stdout.readline() for _ in range(3))
         assert f"http://127.0.0.1:{port}/v1 serves M in float32 on cpu, KV pool " in ready
-        pasted = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True, timeout=60)
+        environment = {**os.environ, "API_KEY": KEYS["ann"]}
+        pasted = subprocess.run(
+            curl, shell=True, capture_output=True, text=True, check=True, timeout=60, env=environment
+        )
         assert json.loads(pasted.stdout)["model"] == "M"
-        assert ask(port, stream=True) == ask(port, stream=False) != ""
+        assert ask(port, True, KEYS["ann"]) == ask(port, False, KEYS["ann"]) != ""
+        with pytest.raises(AuthenticationError):
+            ask(port, stream=False)
+        shown = CliRunner().invoke(
+            command_line, ["weights", "status", "--url", operators.split()[1], "--key-file", str(admin_key)]
+        )
+        assert "state done" in shown.output
         below = descendants(process.pid)
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEYS["ann"], max_retries=0, timeout=60)
         chunks = client.chat.completions.create(
             model="M", messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}, **LONG
         )

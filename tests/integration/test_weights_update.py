@@ -78,12 +78,16 @@ class Service:
         assert "".join(part.choices[0].text for part in found) == self.texts[weights][place]
         return str(weights)
 
-    async def load(self, going_on: Callable[[dict[str, Any]], bool], num_requests: int) -> list[str]:
-        """Requests, sixteen at a time, until there were so many and what is going on is over."""
+    async def load(
+        self, begin: Callable[[], None], going_on: Callable[[dict[str, Any]], bool], num_requests: int
+    ) -> list[str]:
+        """Requests, sixteen at a time, until there were so many and what has begun among them is over."""
         counted: list[str] = []
-        over = asyncio.Event()
+        some, over = asyncio.Event(), asyncio.Event()
 
         async def watch() -> None:
+            await some.wait()
+            await asyncio.to_thread(begin)
             while going_on(await asyncio.to_thread(self.status)):
                 await asyncio.sleep(0.2)
             over.set()
@@ -92,6 +96,7 @@ class Service:
             number = first
             while len(counted) < num_requests or not over.is_set():
                 counted.append(await self.ask(client, number))
+                some.set()
                 number += CONCURRENCY
 
         openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -142,13 +147,14 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_the_weights_change_under_load_and_nobody_notices_but_by_their_name(service: Service) -> None:
-    began = service.update(service.new, "one")
-    assert (began.status_code, began.json()) == (202, {"epoch": 1, "status_url": "/admin/weights"})
-    refused = service.update(service.bad, "two")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "update_running")
-    assert service.update(service.new, "one").json()["epoch"] == 1
+    def begin() -> None:
+        began = service.update(service.new, "one")
+        assert (began.status_code, began.json()) == (202, {"epoch": 1, "status_url": "/admin/weights"})
+        refused = service.update(service.bad, "two")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "update_running")
+        assert service.update(service.new, "one").json()["epoch"] == 1
 
-    counted = asyncio.run(service.load(lambda status: status["state"] == "running", NUM_REQUESTS))
+    counted = asyncio.run(service.load(begin, lambda status: status["state"] == "running", NUM_REQUESTS))
     assert len(counted) >= NUM_REQUESTS
     assert {weights: counted.count(weights) > 0 for weights in counted} == dict.fromkeys(service.ids.values(), True)
     assert set(counted[-CONCURRENCY:]) == {service.ids["new"]}
@@ -174,9 +180,11 @@ def test_the_weights_change_under_load_and_nobody_notices_but_by_their_name(serv
     assert [(one["epoch"], one["weights_id"]) for one in replicas] == [(1, service.ids["new"])] * 2
 
     # weights that cannot be loaded change nothing, and the command says so
-    begun = service.update(service.bad, "three")
-    assert (begun.status_code, begun.json()["epoch"]) == (202, 2)
-    counted = asyncio.run(service.load(lambda status: status["state"] in ("running", "undoing"), 50))
+    def begin_bad() -> None:
+        begun = service.update(service.bad, "three")
+        assert (begun.status_code, begun.json()["epoch"]) == (202, 2)
+
+    counted = asyncio.run(service.load(begin_bad, lambda status: status["state"] in ("running", "undoing"), 50))
     assert set(counted) == {service.ids["new"]}
     status = service.status()
     assert (status["state"], status["failed_epoch"], status["weights_id"]) == ("failed", 2, service.ids["new"])
