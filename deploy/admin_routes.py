@@ -113,7 +113,7 @@ def _only_here(handler: Handler) -> Handler:
 
 def _check_client(exchange: Exchange) -> None:
     """Raises ApiError 403 unless the client is on this machine and speaks for itself."""
-    for_others = [name.decode() for name in FOR_OTHERS if exchange.header(name)]
+    for_others = [name.decode() for name in FOR_OTHERS if exchange.has_header(name)]
     if for_others or not is_loopback(exchange.host):
         who = f"a request with the header {for_others[0]}" if for_others else repr(exchange.host or "an unknown client")
         raise ApiError(

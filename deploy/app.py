@@ -37,12 +37,12 @@ from tournant.deploy.http_server import HttpOptions
 from tournant.deploy.http_side import HttpSide
 from tournant.deploy.live_config import take_up, with_user_config
 from tournant.deploy.resilient import EngineReplica, Ingress
-from tournant.deploy.startup import start_engine_swap
+from tournant.deploy.startup import model_finder, start_engine_swap
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.deploy.weights_loop import Change, WeightsLoop, weights_change
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import EngineDeadError
-from tournant.workers.model_files import name_of, resolve_model
+from tournant.workers.model_files import name_of
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
@@ -106,8 +106,7 @@ class Replica(EngineHost, HandleMethods):
 
         if self._following is not None:
             self._following.on_epoch = note_epoch
-        resolve = partial(resolve_model, dtype=config.weights_dtype, cache_dir=config.cache_path)
-        self._make_change = partial(weights_change, frontend, engine, resolve)
+        self._make_change = partial(weights_change, frontend, engine, model_finder(config))
         self._change = self._make_change(config.weights_drain_s)
         http = HttpOptions((self._name,), config.max_body_bytes, send_request_id=False)
         self._http = HttpSide(config.access, lambda: frontend, http, self._metrics, prometheus, self._rollout)

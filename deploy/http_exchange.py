@@ -48,6 +48,7 @@ class Exchange:
         "_send_request_id",
         "_streaming",
         "completion_tokens",
+        "error",
         "finished",
         "host",
         "method",
@@ -75,6 +76,7 @@ class Exchange:
         self.started_at = time.perf_counter()
         self.status = 0  # 0 until the response has begun
         self.finished = False
+        self.error = ""
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.tenant: TenantQuota | None = None  # whose key it came with
@@ -85,6 +87,10 @@ class Exchange:
             if key == name:
                 return bytes(value)
         return b""
+
+    def has_header(self, name: bytes) -> bool:
+        """Whether a request header is there, be it empty. `name` in lower case."""
+        return any(key == name for key, _ in self._scope["headers"])
 
     async def body(self, max_bytes: int) -> bytes:
         """The whole body. Raises ApiError (413 when it is too long, 415 unless JSON, 408 too slow) and ClientGone."""
@@ -155,6 +161,7 @@ class Exchange:
         if not self.status:
             await self.respond(error.status, error.body(), headers=error.headers)
         elif self._streaming:
+            self.error = error.code or "error"  # which the status, sent already, does not tell
             await self.send_events(error_event(error.body()) + DONE, last=True)
 
     def log(self) -> None:
@@ -173,7 +180,8 @@ class Exchange:
                         "ms": round((time.perf_counter() - self.started_at) * 1000, 2),
                         "prompt_tokens": self.prompt_tokens,
                         "completion_tokens": self.completion_tokens,
-                        "complete": self.finished,
+                        "complete": self.finished and not self.error,
+                        **({"error": self.error} if self.error else {}),
                         **({} if self.tenant is None else {"tenant": self.tenant.tenant.name}),
                     }
                 ),

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import ray
@@ -45,7 +44,7 @@ from tournant.deploy.kv_choice import KVChoice
 from tournant.deploy.live_config import take_up, with_user_config
 from tournant.deploy.resume import MAX_RESUMES
 from tournant.deploy.served_weights import ServedWeights
-from tournant.deploy.startup import start_engine_swap
+from tournant.deploy.startup import model_finder, start_engine_swap
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.deploy.weights_loop import Change, WeightsLoop, stream_change
 from tournant.workers.engine_server import EngineServer
@@ -101,8 +100,7 @@ class EngineReplica(EngineHost):
         config, token, host = self._config, secrets.token_bytes(TOKEN_BYTES), await asyncio.to_thread(node_address)
         server = self._server = EngineServer(engine, replica, token, weights.epoch, model=weights.model)
         self._health = Health(engine, lambda: server.draining)
-        resolve = partial(resolve_model, dtype=config.weights_dtype, cache_dir=config.cache_path)
-        self._make_change = lambda drain_s: stream_change(server, engine, resolve, drain_s, self._tell)
+        self._make_change = lambda drain_s: stream_change(server, engine, model_finder(config), drain_s, self._tell)
         self._change = self._make_change(config.weights_drain_s)
         if self._following is not None:
             self._following.on_epoch = self._note_epoch

@@ -17,7 +17,9 @@ from tournant.kvstore.errors import StoreConfigError, StoreRefused
 from tournant.workers.engine_client import EngineClient, ProcessEngineClient
 from tournant.workers.errors import ConfigError
 from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.models.families import read_decoder_config
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.parallel import check_split
 from tournant.workers.rank_launch import LocalRanks, RankLauncher
 from tournant.workers.replica_engine import ReplicaEngine, start_unchanged
 
@@ -61,6 +63,20 @@ async def start_engine_swap(
         return await launch_engine(config, found, offload, make_launcher)
 
     return await _with_tokenizer(files, EngineSwap.start(start, files))
+
+
+def model_finder(config: ServiceConfig) -> Callable[[str | None], ModelFiles]:
+    """Finds the files of a model, as `resolve_model`, and refuses, by its config.json alone, one that an engine of this
+    configuration cannot run: ConfigError for an impossible split or length.
+    """
+
+    def find(model: str | None) -> ModelFiles:
+        files, engine = resolve_model(model, config.weights_dtype, config.cache_path), config.engine
+        found = read_decoder_config(files.folder, engine.max_model_len)
+        check_split(found, engine.tensor_parallel_size, engine.pipeline_parallel_size)
+        return files
+
+    return find
 
 
 async def launch_engine(

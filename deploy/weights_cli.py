@@ -49,8 +49,7 @@ def update_command(
     ca_file: CAFile = None,
 ) -> None:
     """Give all replicas other weights, one after another, while the service goes on."""
-    path = Path(model).expanduser()
-    name = str(path.absolute()) if path.exists() else model
+    name = _as_replicas_see_it(model)
     with _service(url, key_file, ca_file) as client:
         epoch = _begin(client, name)
         if not wait:
@@ -94,6 +93,15 @@ def _service(url: str, key_file: Path | None, ca_file: Path | None) -> Iterator[
             yield client
         except httpx.HTTPError as error:
             _fail(unreachable(client, error))
+
+
+def _as_replicas_see_it(model: str) -> str:
+    """A path that is here becomes absolute; the service says what is wrong with anything else."""
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~somebody, whom this machine does not know
+        return model
+    return str(path.absolute()) if path.exists() else model
 
 
 def _begin(client: httpx.Client, model: str) -> int:

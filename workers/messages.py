@@ -242,7 +242,10 @@ def pack_frame(message: list[Any]) -> bytes:
 
 def unpack_body(body: bytes | memoryview) -> list[Any]:
     """The array inside one frame. Raises ValueError when it is not one."""
-    message = msgpack.unpackb(body, raw=False, strict_map_key=False, use_list=True)
+    try:
+        message = msgpack.unpackb(body, raw=False, strict_map_key=False, use_list=True)
+    except TypeError as error:  # a map with a key that cannot be one
+        raise ValueError(f"a frame holds what cannot be read: {error}") from None
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
         raise ValueError("a frame must hold an array that begins with the kind of message")
     return message

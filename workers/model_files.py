@@ -125,16 +125,25 @@ def resolve_model(
 
 
 def name_of(model: str | None) -> str:
-    """What a model is served as unless told otherwise. It need not be there."""
+    """What a model is served as unless told otherwise. It need not be there. Raises ModelFormatError for the home of a
+    user who is not known.
+    """
     if model is None:
         return DEFAULT_NAME
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.is_dir():
         return path.resolve().name
     if path.suffix.lower() == ".gguf":
         return path.stem
     hub_id = _HUB_ID.fullmatch(model)
     return path.name if hub_id is None else hub_id["repo"]
+
+
+def _path_of(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~somebody
+        raise ModelFormatError(f"model {model!r}: this machine knows no such user; write the path out") from None
 
 
 def default_model_path() -> Path:
@@ -152,7 +161,7 @@ def default_model_path() -> Path:
 
 def _find(model: str, dtype: str, cache: Path, progress: Callable[[str], None] | None) -> Path:
     """The local folder of a named model."""
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.is_dir():
         return path
     if path.suffix.lower() == ".gguf":

@@ -34,7 +34,7 @@ SILENCE_S = 30.0  # a rank that is not heard of for so long is lost
 BEATS = 6  # of a rank in that time
 HELLO_S = 10.0
 MAX_HELLO_BYTES = 4 << 10
-MAX_STRANGERS = 64  # connections that have not said who they are
+MAX_STRANGERS = 64  # connections that have not said who they are; the oldest one goes when there are more
 LAST_WORDS_S = 1.0
 SEND_S = 10.0
 RECEIVE_BYTES = 1 << 18
@@ -44,7 +44,9 @@ logger = logging.getLogger("tournant.ranks")
 
 @dataclass(slots=True)
 class _Line:
-    """A connection. rank: None until it has said hello; heard_at: when it said anything, or when it was accepted."""
+    """A connection. rank: None until it has said hello; heard_at: when it was accepted, or said hello or anything
+    after it.
+    """
 
     socket: socket.socket
     heard_at: float
@@ -145,9 +147,9 @@ class RankChannel:
             connection, _ = self._listener.accept()
         except OSError:  # it went away while it waited, or there are no descriptors left
             return
-        if sum(line.rank is None for line in self._lines) >= MAX_STRANGERS:
-            connection.close()
-            return
+        strangers = [line for line in self._lines if line.rank is None]
+        if len(strangers) >= MAX_STRANGERS:  # a rank says at once who it is
+            self._gone(strangers[0], "too many others came after it and it had not said who it is")
         connection.setblocking(False)
         line = _Line(connection, time.monotonic())
         self._lines.append(line)
@@ -164,7 +166,8 @@ class RankChannel:
         if not data:
             self._gone(line, "its process ended")
             return
-        line.heard_at = time.monotonic()
+        if line.rank is not None:  # a stranger has HELLO_S in all
+            line.heard_at = time.monotonic()
         try:
             for message in line.frames.feed(data):
                 self._handle(line, message)
@@ -177,7 +180,7 @@ class RankChannel:
                 if not hmac.compare_digest(token, self._token) or not self._awaits(rank):
                     raise ValueError("a stranger")
                 line.rank, line.name = rank, f"rank {rank} on {host[:255]} (process {pid})"
-                line.frames.max_bytes = FrameBuffer().max_bytes
+                line.frames.max_bytes, line.heard_at = FrameBuffer().max_bytes, time.monotonic()
             case ["beat"] if line.rank is not None:
                 return
             case ["event", *data] if line.rank is not None:
@@ -198,7 +201,7 @@ class RankChannel:
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         for line in [line for line in self._lines if now >= line.heard_at + self._limit_s(line)]:
-            self._gone(line, f"nothing was heard of it for {self._silence_s:g} s")
+            self._gone(line, f"nothing was heard of it for {self._limit_s(line):g} s")
         if self._suspect is not None and now >= self._suspect[0]:
             self._report(SECONDARY, self._suspect[1])
 

@@ -89,6 +89,7 @@ async def test_without_an_answer_of_the_rollout_clients_are_told_to_come_again(t
         (("localhost", 5), {}, 403),
         (None, {}, 403),
         (("127.0.0.1", 5), {"x-forwarded-for": "127.0.0.1"}, 403),
+        (("127.0.0.1", 5), {"x-forwarded-for": ""}, 403),
         (("127.0.0.1", 5), {"forwarded": "for=10.0.0.7"}, 403),
         (("127.0.0.1", 5), {"origin": "https://example.org"}, 403),
     ],

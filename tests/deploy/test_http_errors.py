@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 
 import pytest
 
@@ -131,15 +133,20 @@ async def test_while_an_engine_is_started_anew_clients_are_told_to_come_again(
 
 
 @async_test
-async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_event(tokenizer: Tokenizer) -> None:
+async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_event(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     server = make(tokenizer, "abc", auto=False)
-    call = start(server.app, "POST", CHAT, ASK | {"stream": True})
-    await settle()
-    server.engine.step()
-    await settle()
-    server.engine.step()
-    server.engine.die()
-    await call.task
+    with caplog.at_level(logging.INFO, logger="tournant.http"):
+        call = start(server.app, "POST", CHAT, ASK | {"stream": True})
+        await settle()
+        server.engine.step()
+        await settle()
+        server.engine.step()
+        server.engine.die()
+        await call.task
+    line = json.loads(caplog.messages[-1])
+    assert (line["status"], line["complete"], line["error"]) == (200, False, "engine_dead")
     assert call.finished
     assert content(call.events[:-1]) == "ab"
     assert call.events[-1]["error"]["code"] == "engine_dead"

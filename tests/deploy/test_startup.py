@@ -15,7 +15,7 @@ from tests.deploy.fake_engine import FakeEngineClient
 from tournant.deploy import startup
 from tournant.deploy.config import ServiceConfig, parse_config
 from tournant.deploy.engine_swap import SwapFailed
-from tournant.deploy.startup import OwnStore, start_engine, start_engine_swap
+from tournant.deploy.startup import OwnStore, model_finder, start_engine, start_engine_swap
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, ModelFormatError
@@ -188,3 +188,16 @@ def test_a_store_of_this_process_alone_leaves_nothing() -> None:
     store.close()
     store.close()
     assert not socket.parent.parent.exists()
+
+
+def test_a_model_that_the_ranks_cannot_share_is_refused_by_its_configuration_alone(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "m")
+    possible = model_finder(config(tmp_path / "m", tmp_path, engine={"tensor_parallel_size": 2}))
+    assert possible(str(tmp_path / "m")).folder == tmp_path / "m"
+    find = model_finder(config(tmp_path / "m", tmp_path, engine={"tensor_parallel_size": 3}))
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size is 3, but the model has 4 heads .*; possible are 1, 2"
+    ):
+        find(str(tmp_path / "m"))

@@ -23,6 +23,7 @@ from tournant.workers.messages import (
     request_to_wire,
     step_from_wire,
     step_to_wire,
+    unpack_body,
 )
 from tournant.workers.sampling_params import SamplingParams
 
@@ -76,6 +77,12 @@ def test_frames_come_out_whole_however_they_arrive() -> None:
 def test_rubbish_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - msgpack's own errors are ValueErrors of many texts
         list(FrameBuffer().feed(FRAME_HEADER.pack(len(body)) + body))
+
+
+@pytest.mark.parametrize("body", [b"\x92\xa1x\x81\x90\x01", b"\x92\xa1x\x81\x80\x01"], ids=["array", "map"])
+def test_a_map_whose_key_cannot_be_one_is_no_frame(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^a frame holds what cannot be read: "):
+        unpack_body(body)
 
 
 def test_oversized_frames_are_refused_before_they_are_read() -> None:

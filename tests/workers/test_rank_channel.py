@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from queue import Queue
 from typing import Any
 
@@ -121,6 +123,38 @@ def test_strangers_are_few_and_must_speak(make: Callable[..., Leader], monkeypat
     leader = make()
     strangers = [socket.create_connection((HOST, leader.channel.port)) for _ in range(4)]
     assert all(closed(stranger) for stranger in strangers)
+    leader.rank(1)
+
+
+def test_a_rank_gets_in_though_strangers_hold_all_places(
+    make: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "HELLO_S", 600.0)
+    monkeypatch.setattr(rank_channel, "MAX_STRANGERS", 2)
+    leader = make()
+    strangers = [socket.create_connection((HOST, leader.channel.port)) for _ in range(2)]
+    leader.rank(1)
+    assert closed(strangers[0]), "the one that came first"
+    leader.rank(2)
+    assert leader.events.empty()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_that_says_a_little_now_and_then_must_go_too(
+    make: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "HELLO_S", 0.2)
+    leader = make()
+    with socket.create_connection((HOST, leader.channel.port)) as stranger, suppress(OSError):
+        stranger.settimeout(0.02)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            stranger.sendall(b"\x00")
+            with suppress(TimeoutError):
+                if not stranger.recv(1):
+                    break
+        assert time.monotonic() < deadline
     leader.rank(1)
 
 
