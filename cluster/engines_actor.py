@@ -22,19 +22,16 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import ray
-from ray.exceptions import RayActorError
 
-from tournant.cluster.app_namespace import namespace_of
 from tournant.cluster.engine_members import EngineMembers, Member, Members, MembersConfig, State, TooManyMembers
+from tournant.cluster.named_actor import RETRY_S, NamedActor
 
 ACTOR_NAME = "tournant-engines"
 HEARTBEAT_S = 3.0  # a fifth of a lease
 HOLD_S = 10.0  # a frontend's call is held this long
 ANSWER_S = 5.0  # and answered this much later at most
-RETRY_S = 0.2
 LEAVE_S = 2.0
 IDLE_S = 600.0
-MAX_CALLS = 8192
 _LOG = logging.getLogger("tournant.engines")
 
 
@@ -101,12 +98,11 @@ def _now_us() -> int:
 
 
 class EnginesClient:
-    """The registry of one application, on one event loop. It finds or makes the actor, again if it died."""
+    """The registry of one application, on one event loop."""
 
     def __init__(self, app: str, config: MembersConfig | None = None, idle_s: float = IDLE_S) -> None:
-        self._app = app
-        self._args = (config or MembersConfig(), idle_s)
-        self._actor: Any = None
+        made_with = config or MembersConfig(), idle_s
+        self._registry = NamedActor(app, ACTOR_NAME, EnginesActor, made_with, (TooManyMembers,))
 
     async def hear(self, member: Member) -> None:
         """Say that an engine is there. Raises EnginesUnavailable, TooManyMembers."""
@@ -121,36 +117,10 @@ class EnginesClient:
         return cast(Members, await self._call(lambda actor: actor.changes.remote(known, hold_s), hold_s + ANSWER_S))
 
     async def _call(self, call: Callable[[Any], Any], timeout_s: float) -> Any:
-        """The answer to a call that may be made twice."""
-        problem = "it did not answer"
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        if self._actor is None:
-                            self._actor = await asyncio.to_thread(self._find)
-                        return await call(self._actor)
-                    except TooManyMembers as error:
-                        raise getattr(error, "cause", error) from None  # without Ray's report of where it came from
-                    except (RayActorError, ValueError) as error:  # it died; or it ended while it was looked up
-                        self._actor = None
-                        problem = str(error).strip().splitlines()[-1]
-                        await asyncio.sleep(RETRY_S)
-        except TimeoutError:
-            raise EnginesUnavailable(f"no answer about engines in {timeout_s:g} s: {problem}") from None
-
-    def _find(self) -> Any:
-        actor_class = ray.remote(EnginesActor).options(
-            name=ACTOR_NAME,
-            namespace=namespace_of(self._app),
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=MAX_CALLS,
-            scheduling_strategy="DEFAULT",  # else it is in the placement group of a replica, and ends with that
-        )
-        return actor_class.remote(*self._args)
+            return await self._registry.call(call, timeout_s)
+        except TimeoutError as error:
+            raise EnginesUnavailable(f"no answer about engines in {timeout_s:g} s: {error}") from None
 
 
 class Registry(Protocol):

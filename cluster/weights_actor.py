@@ -25,10 +25,9 @@ from contextlib import suppress
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.annotations import RayDeprecationWarning
 
-from tournant.cluster.app_namespace import namespace_of
+from tournant.cluster.named_actor import NamedActor
 from tournant.cluster.weights_rollout import (
     Action,
     Order,
@@ -44,10 +43,8 @@ from tournant.cluster.weights_rollout import (
 HOLD_S = 10.0  # a report is held this long
 ANSWER_S = 5.0  # and answered this much later at most: together less than a follower's silence
 ASK_S = 30.0
-RETRY_S = 0.2
 WATCH_S = 2.0
 IDLE_S = 600.0
-MAX_CALLS = 8192  # at once: one of each replica and some users
 
 
 class WeightsActor:
@@ -132,7 +129,7 @@ def _now_us() -> int:
 
 
 class WeightsClient:
-    """The roll-out as replicas and users see it, on one event loop. It finds or makes the actor, again if it died.
+    """The roll-out as replicas and users see it, on one event loop.
 
     app: name of the application; model: the configured one, which every replica of the application has.
     """
@@ -140,14 +137,14 @@ class WeightsClient:
     def __init__(
         self, app: str, model: str | None, config: RolloutConfig | None = None, idle_s: float = IDLE_S
     ) -> None:
-        self._app = app
-        self._args = (model, config or RolloutConfig(), idle_s)
-        self._actor: Any = None
+        made_with = model, config or RolloutConfig(), idle_s
+        name = f"tournant-weights-{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
+        self._rollout = NamedActor(app, name, WeightsActor, made_with, (UpdateRunning, UpdateUnavailable))
 
     @property
     def name(self) -> str:
         """The actor's name, in the namespace of the application."""
-        return f"tournant-weights-{hashlib.sha256(repr(self._args[0]).encode()).hexdigest()[:8]}"
+        return self._rollout.name
 
     async def report(self, report: Report, hold_s: float = HOLD_S) -> Order:
         """Report and get an order. Raises UpdateUnavailable when there is no answer in time."""
@@ -162,33 +159,7 @@ class WeightsClient:
         return cast(Status, await self._call(lambda actor: actor.status.remote(), ASK_S))
 
     async def _call(self, call: Callable[[Any], Any], timeout_s: float) -> Any:
-        """The answer to a call that may be made twice."""
-        problem = "it did not answer"
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        if self._actor is None:
-                            self._actor = await asyncio.to_thread(self._find)
-                        return await call(self._actor)
-                    except (UpdateRunning, UpdateUnavailable) as error:
-                        raise getattr(error, "cause", error) from None  # without Ray's report of where it came from
-                    except (RayActorError, ValueError) as error:  # it died; or it ended while it was looked up
-                        self._actor = None
-                        problem = str(error).strip().splitlines()[-1]
-                        await asyncio.sleep(RETRY_S)
-        except TimeoutError:
-            raise UpdateUnavailable(f"no answer about weights in {timeout_s:g} s: {problem}; try again") from None
-
-    def _find(self) -> Any:
-        actor_class = ray.remote(WeightsActor).options(
-            name=self.name,
-            namespace=namespace_of(self._app),
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=MAX_CALLS,
-            scheduling_strategy="DEFAULT",  # else it is in the placement group of a replica, and ends with that
-        )
-        return actor_class.remote(*self._args)
+            return await self._rollout.call(call, timeout_s)
+        except TimeoutError as error:
+            raise UpdateUnavailable(f"no answer about weights in {timeout_s:g} s: {error}; try again") from None

@@ -314,10 +314,12 @@ def _faults_of(parse: Callable[[], object]) -> list[str]:
     return []
 
 
-def main(argv: Sequence[str]) -> int:
-    """Check one file: tell all faults on standard error, or what it will serve."""
+def run(argv: Sequence[str], module: str, tell: Callable[[Path, Any], str]) -> int:
+    """A command about one file, run as `module`: all faults on standard error, or what `tell` makes of its path and
+    content on standard output. Returns the exit code.
+    """
     if len(argv) != 1:
-        print("usage: python -m tournant.deploy.config_check FILE", file=sys.stderr)
+        print(f"usage: python -m tournant.deploy.{module} FILE", file=sys.stderr)
         return 2
     path = Path(argv[0])
     try:
@@ -329,8 +331,13 @@ def main(argv: Sequence[str]) -> int:
     for fault in faults:
         print(f"error: {path}: {fault}", file=sys.stderr)
     if not faults:
-        print(f"{path} is valid: {describe(data)}")
+        print(tell(path, data), end="")
     return int(bool(faults))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check one file: tell all faults on standard error, or what it will serve."""
+    return run(argv, "config_check", lambda path, data: f"{path} is valid: {describe(data)}\n")
 
 
 if __name__ == "__main__":

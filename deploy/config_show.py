@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,11 +26,9 @@ from tournant.deploy.config import (
     is_args,
     parse_config,
 )
-from tournant.deploy.config_check import OURS, check
+from tournant.deploy.config_check import OURS, run
 from tournant.deploy.kv_store_config import KV_STORE_KEYS, tier_values
 from tournant.deploy.redaction import redacted
-from tournant.deploy.yaml_file import read_yaml
-from tournant.workers.errors import ConfigError
 
 NOTE = "# Where device is auto, resources are those of a cluster without GPUs; with some, a rank takes one.\n"
 SERVE_SAYS = frozenset({"host", "port"})  # in http_options
@@ -89,20 +86,12 @@ def _plain(value: Any) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Print one file resolved, or its faults on standard error."""
-    if len(argv) != 1:
-        print("usage: python -m tournant.deploy.config_show FILE", file=sys.stderr)
-        return 2
-    path = Path(argv[0])
-    try:
-        data = read_yaml(path)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if faults := check(data):
-        print("\n".join(f"error: {path}: {fault}" for fault in faults), file=sys.stderr)
-        return 1
-    print(NOTE + yaml.safe_dump(resolve(data), sort_keys=False, allow_unicode=True), end="")
-    return 0
+    return run(argv, "config_show", lambda _, data: NOTE + _dump(resolve(data)))
+
+
+def _dump(data: Mapping[str, Any]) -> str:
+    found: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return found
 
 
 if __name__ == "__main__":

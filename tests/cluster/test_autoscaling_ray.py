@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import threading
 import time
@@ -14,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray import serve
 
+from tests.helpers.own_ray import own_ray
 from tournant.cluster.autoscaling import LoadMeter
 from tournant.deploy.app import make_app
 from tournant.deploy.config import parse_config
@@ -47,21 +45,12 @@ SCALING = {
 @pytest.fixture(scope="module")
 def own_serve(no_cluster: None) -> Iterator[int]:
     """Serve on a Ray of these tests' own; its port."""
-    folder = Path("/tmp", f"a{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
-            patch.setenv(name, value)
-        try:
-            ray.init(num_cpus=4, include_dashboard=False, _temp_dir=str(folder), object_store_memory=80 << 20)
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                port = server.getsockname()[1]
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            yield port
-            serve.shutdown()
-        finally:
-            ray.shutdown()
-            shutil.rmtree(folder)
+    with own_ray("a", num_cpus=4):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield port
+        serve.shutdown()
 
 
 class Pretender:

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
+from tests.helpers.own_ray import own_ray
 from tests.kvstore.store_harness import keys
 from tournant.cluster.directory_actor import find_shard, number_of
 from tournant.cluster.index_feed import START, IndexFeed, NoAnswer, RayReader
@@ -252,23 +250,14 @@ def test_options_are_checked() -> None:
 
 
 @pytest.fixture(scope="module")
-def own_ray(no_cluster: None) -> Iterator[None]:
+def ray_of_these(no_cluster: None) -> Iterator[None]:
     """A Ray of these tests' own."""
-    folder = Path("/tmp", f"r{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
-            patch.setenv(name, value)
-        try:
-            ray.init(num_cpus=8, include_dashboard=False, _temp_dir=str(folder), object_store_memory=80 << 20)
-            yield
-        finally:
-            ray.shutdown()
-            shutil.rmtree(folder)
+    with own_ray("r", num_cpus=8):
+        yield
 
 
 @pytest.fixture
-def own_serve(own_ray: None) -> Iterator[None]:
+def own_serve(ray_of_these: None) -> Iterator[None]:
     """Serve on it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -279,7 +268,7 @@ def own_serve(own_ray: None) -> Iterator[None]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_the_actors_of_a_directory_are_read_whatever_becomes_of_them(own_ray: None) -> None:
+def test_the_actors_of_a_directory_are_read_whatever_becomes_of_them(ray_of_these: None) -> None:
     reader = RayReader("read")
     assert reader.read({0: START, 1: START}) == {0: NoAnswer.ABSENT, 1: NoAnswer.ABSENT}
     shard = find_shard("read", 0)

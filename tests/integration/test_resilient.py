@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import ray
 from openai import AsyncOpenAI
 from ray import serve
 
+from tests.helpers.own_ray import own_ray
 from tests.helpers.tiny_model import build_tiny_model
 from tests.integration.test_serve import free_port
 from tournant.cluster.app_namespace import namespace_of
@@ -59,8 +59,6 @@ def port(service: Service) -> int:
 @pytest.fixture(scope="module")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two engines and an ingress, on a Ray of this module's own."""
-    folder = Path("/tmp", f"r{os.getpid()}")
-    folder.mkdir(mode=0o700)
     found = free_port()
     engine = {"device": "cpu", "dtype": "float32", "deterministic": True, "kv_cache_bytes": "4MiB"}
     args = {
@@ -73,18 +71,7 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "advanced": {"num_threads": 1, "weights_drain_s": 1},
         "port": found,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(folder)}.items():
-            patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=4,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-            _plasma_directory=str(folder),
-        )
+    with own_ray("r", num_cpus=4) as folder:
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": found})
             made = Service(args, folder)
@@ -92,8 +79,6 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield made
         finally:
             serve.shutdown()
-            ray.shutdown(wait_for_processes=True)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def read(client: AsyncOpenAI, number: int, seen: list[int], length: int = NUM_TOKENS) -> tuple[str, str | None]:

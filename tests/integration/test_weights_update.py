@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 from openai import AsyncOpenAI
 from ray import serve
 from typer.testing import CliRunner
 
+from tests.helpers.own_ray import own_ray
 from tests.helpers.reference import reference_generate
 from tests.helpers.tiny_model import build_tiny_model
 from tests.integration.test_serve import free_port
@@ -122,28 +122,13 @@ class Service:
 @pytest.fixture(scope="module")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     made = Service(tmp_path_factory.mktemp("weights"), tiny_model)
-    folder = Path("/tmp", f"u{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(folder)}.items():
-            patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-            _plasma_directory=str(folder),
-        )
+    with own_ray("u", num_cpus=2):
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": made.port})
             serve.run(make_app(made.config, QUICK_TO_NOTICE), name="tournant", route_prefix="/")
             yield made
         finally:
             serve.shutdown()
-            ray.shutdown(wait_for_processes=True)
-            shutil.rmtree(folder)
 
 
 def test_the_weights_change_under_load_and_nobody_notices_but_by_their_name(service: Service) -> None:
