@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test check soak bench demo-offload docs-config clean
+.PHONY: install serve test check soak bench demo-offload demo-long docs-config clean
 
 install: $(STAMP)
 
@@ -33,6 +33,7 @@ check: install
 	$(BIN)/python -m pytest tests/tidy $(ARGS)
 
 soak: install
+	@$(BIN)/python -c 'import importlib.metadata as m; m.version("lm-eval")' 2>/dev/null || $(PIP_INSTALL) -e '.[soak]'
 	$(BIN)/python -m pytest -m soak --hypothesis-profile=soak --timeout=3600 --durations=10 $(ARGS)
 
 bench: install
@@ -41,6 +42,9 @@ bench: install
 demo-offload: install
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP_INSTALL) -e '.[demo]'
 	@$(BIN)/python examples/demo_offload.py $(ARGS)
+
+demo-long: install
+	@$(BIN)/python examples/demo_long.py $(ARGS)
 
 docs-config: install
 	$(BIN)/python -m tournant.deploy.config_table --write docs/configuration.md

@@ -15,7 +15,7 @@ SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @contextlib.contextmanager
-def own_ray() -> Iterator[None]:
+def own_ray(num_cpus: int = 2) -> Iterator[None]:
     """Start it, on free ports and with a folder of its own, and end it. A Ray that the process is connected to serves
     as well, and stays.
     """
@@ -26,7 +26,7 @@ def own_ray() -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # short enough for sockets
     ray.init(
         address="local",
-        num_cpus=2,
+        num_cpus=num_cpus,
         object_store_memory=160 << 20,
         include_dashboard=False,
         log_to_driver=False,

@@ -1,4 +1,4 @@
-"""Routing by what replicas have: a trace over four simulated replicas, and streams over three real engines.
+"""Routing by what replicas have: what a decision costs, and traces over four simulated replicas.
 
 In the replay the scoring, the index, its feed and the directory are the real ones; a replica is an LRU of blocks that
 tells the directory what comes and goes, and computes prompt tokens at a constant rate, one prompt after another. Rates
@@ -8,35 +8,27 @@ turn, none of which knows what the others do. `python -m benchmarks.routing --he
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import BenchmarkError, Cell, Options, Report, Samples, Table, run_main, say
-from benchmarks.model_costs import ModelCosts
+from benchmarks.common import Cell, Options, Report, Table, run_main, say
 from benchmarks.traces import Trace, generate, load
 from tournant.cluster.index_feed import POLL_S, IndexFeed, NoAnswer
 from tournant.cluster.router_index import DirectoryCopy, RouterIndex
 from tournant.cluster.router_scoring import Candidate, Routed, Scoring, ScoringConfig
-from tournant.kvstore.block import KEY_BYTES, ROUTE_BYTES, key_chain
-from tournant.kvstore.directory import Announcement, Changes, Directory, DirectoryConfig
-from tournant.workers.config import EngineConfig
-from tournant.workers.engine_client import ProcessEngineClient
-from tournant.workers.messages import EngineRequest, RequestOutput
-from tournant.workers.model_files import resolve_model
-from tournant.workers.models.families import read_decoder_config
-from tournant.workers.sampling_params import SamplingParams
+from tournant.kvstore.block import KEY_BYTES, ROUTE_BYTES
+from tournant.kvstore.directory import Announcement, Changes, Directory, DirectoryConfig, Position
 
 REPLICAS = 4
 UTILISATION = 0.6
-QUICK_REQUESTS = 500
-INDEXED = 100_000
+QUICK_REQUESTS = 100
+INDEXED, QUICK_INDEXED = 100_000, 5_000
+LENGTHS, FLEETS = (64, 256, 1024), (4, 16, 64)  # blocks of a prompt, replicas
 CAPACITY = {  # blocks of a replica: those of the published anchors
     "mooncake_conversation": 5859,
     "mooncake_synthetic": 5859,
@@ -120,7 +112,7 @@ class CoreReader:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
-    def read(self, positions: Mapping[int, int]) -> Mapping[int, Changes | NoAnswer]:
+    def read(self, positions: Mapping[int, Position]) -> Mapping[int, Changes | NoAnswer]:
         """See index_feed.Reader."""
         return {shard: self._directory.changes_since(position) for shard, position in positions.items()}
 
@@ -261,183 +253,30 @@ def replayed(options: Options) -> Iterator[Table]:
         yield compare(trace, capacity, bars)
 
 
-# -------------------------------------------------------------------- real engines
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Shared prefixes, each asked for `asked` times with an own end, by so many users at once; held: prefixes that the
-    pool of one engine has room for, beside what runs.
-    """
-
-    engines: int = 3
-    prefixes: int = 12
-    prefix_tokens: int = 512
-    own_tokens: int = 32
-    new_tokens: int = 16
-    asked: int = 4
-    users: int = 6
-    held: int = 5
-
-
-QUICK = Load(prefixes=3, prefix_tokens=64, new_tokens=4, asked=2, users=3)
-
-
-class Engines:
-    """Engine processes of one model on an event loop, without a directory and tiers: the router knows what it sent."""
-
-    def __init__(self, options: Options, size: Load) -> None:
-        self.size = size
-        files = resolve_model(options.model, "bfloat16", progress=say)
-        self._vocab = read_decoder_config(files.folder).vocab_size
-        tokens = size.prefix_tokens * size.held + (size.prefix_tokens + 64) * size.users
-        config = EngineConfig(
-            device="cpu",
-            dtype="bfloat16",
-            kv_cache_bytes=tokens * ModelCosts.of(files.folder).kv_token_bytes,
-            num_threads=options.threads,
-        )
-        self._loop = asyncio.new_event_loop()
-        self._clients: list[ProcessEngineClient] = []
-        self._waiting = [0] * size.engines  # prompt tokens of requests without a first token
-        self._running = [0] * size.engines
-        try:
-            for _ in range(size.engines):
-                self._clients.append(self._loop.run_until_complete(ProcessEngineClient.start(config, files)))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the engines."""
-        for client in self._clients:
-            self._loop.run_until_complete(client.close())
-        self._loop.close()
-
-    def prompts(self, seed: int) -> list[list[int]]:
-        """In the order in which they are asked."""
-        rng, size = random.Random(seed), self.size
-        heads = [[rng.randrange(self._vocab) for _ in range(size.prefix_tokens)] for _ in range(size.prefixes)]
-        found = [head + [rng.randrange(self._vocab) for _ in range(size.own_tokens)] for head in heads * size.asked]
-        rng.shuffle(found)
-        return found
-
-    def serve(self, route: Route, prompts: Sequence[list[int]]) -> tuple[float, float]:
-        """Median seconds to the first token, new tokens per second. The engines remember nothing of what was before."""
-        return self._loop.run_until_complete(self._serve(route, prompts))
-
-    async def _serve(self, route: Route, prompts: Sequence[list[int]]) -> tuple[float, float]:
-        for client in self._clients:
-            if not await client.reset_prefix_cache():
-                raise BenchmarkError("an engine still holds blocks of the round before")
-        left, waits = iter(prompts), list[float]()
-
-        async def user() -> None:
-            for prompt in left:
-                waits.append(await self._ask(route, prompt))
-
-        start = time.perf_counter()
-        await asyncio.gather(*(user() for _ in range(self.size.users)))
-        return statistics.median(waits), len(prompts) * self.size.new_tokens / (time.perf_counter() - start)
-
-    async def _ask(self, route: Route, prompt: list[int]) -> float:
-        info = self._clients[0].info
-        digest = info.namespace.digest()
-        keys = key_chain(digest, prompt, info.block_tokens)
-        blocks = info.pool_tokens // info.block_tokens
-        candidates = [
-            Candidate(f"engine-{number}", None, waiting, running, blocks)
-            for number, (waiting, running) in enumerate(zip(self._waiting, self._running, strict=True))
-        ]
-        number = route(time.monotonic(), Routed(keys, len(prompt), info.block_tokens), candidates)
-        client, ended = self._clients[number], self._loop.create_future()
-        first: list[float] = []
-
-        def sink(output: RequestOutput) -> None:
-            if not first:
-                first.append(time.perf_counter())
-                self._waiting[number] -= len(prompt)
-            if output.finish_reason is not None:
-                ended.set_result(output.finish_reason)
-
-        self._waiting[number] += len(prompt)
-        self._running[number] += 1
-        params = SamplingParams(temperature=0.0, max_tokens=self.size.new_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        client.submit(EngineRequest(client.new_request_id(), prompt, params, keys, digest), sink)
-        reason = await ended
-        self._running[number] -= 1
-        if reason != "length":
-            raise BenchmarkError(f"an answer ended with {reason!r}")
-        return first[0] - start
-
-
-def served(options: Options) -> Table:
-    """The same prompts, routed in three ways."""
-    size = QUICK if options.quick else Load()
-    contestants: dict[str, Callable[[], Route]] = {
-        "KV-aware": lambda: kv_aware(DirectoryCopy(0), 1),
-        "power of two": power_of_two,
-        "round robin": round_robin,
-    }
-    waits: dict[str, list[float]] = {name: [] for name in contestants}
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
-    say(f"starting {size.engines} engines")
-    with closing(Engines(options, size)) as engines:
-        for turn in range(options.rounds + 1):
-            prompts = engines.prompts(turn)
-            for name, make in contestants.items():
-                wait_s, rate = engines.serve(make(), prompts)
-                if turn:
-                    waits[name].append(wait_s * 1e3)
-                    rates[name].append(rate)
-    firsts = {name: Samples(tuple(values)) for name, values in waits.items()}
-    speeds = {name: Samples(tuple(values)) for name, values in rates.items()}
-    rows: list[list[Cell]] = [
-        [
-            name,
-            firsts[name],
-            firsts[name].over(firsts["power of two"]),
-            speeds[name],
-            speeds[name].over(speeds["power of two"]),
-        ]
-        for name in contestants
-    ]
-    note = (
-        f"{size.engines} engines of {options.threads} thread(s); {size.prefixes} prefixes of {size.prefix_tokens} "
-        f"tokens, each asked for {size.asked} times by {size.users} users at once, {size.new_tokens} new tokens; an "
-        f"engine has room for {size.held} prefixes."
-    )
-    return Table(
-        "routing, real engines with shared prefixes",
-        ("router", "first token p50, ms", "/ power of two", "tokens/s", "/ power of two's"),
-        rows,
-        [note],
-    )
-
-
 # -------------------------------------------------------------------- a decision
 
 
 def decided(options: Options) -> Table:
     """CPU time of one choice, keys given, with an index of 10^5 blocks; each prompt is there in part, on two nodes."""
     rows: list[list[Cell]] = []
-    for length, replicas in itertools.product((64, 256, 1024), (4, 16, 64)):
-        choices, notes = _choices(length, replicas, 20 if options.quick else 200)
+    indexed, count = (QUICK_INDEXED, 20) if options.quick else (INDEXED, 200)
+    kinds = 1 if options.quick else None
+    for length, replicas in itertools.product(LENGTHS[:kinds], FLEETS[:kinds]):
+        choices, notes = _choices(length, replicas, indexed, count)
         chosen = f"{statistics.median(choices) * 1e6:.0f} ({statistics.quantiles(choices, n=10)[-1] * 1e6:.0f})"
         rows.append([str(length), str(replicas), chosen, f"{statistics.median(notes) * 1e6:.0f}"])
     return Table(
         "a decision, CPU time",
         ("blocks of the prompt", "replicas", "choose, us: p50 (p90)", "note what was sent, us: p50"),
         rows,
-        [f"{INDEXED:,} blocks are indexed. The bar: at most 200 us for a choice."],
+        [f"{indexed:,} blocks are indexed. The bar: at most 200 us for a choice."],
     )
 
 
-def _choices(length: int, replicas: int, count: int) -> tuple[list[float], list[float]]:
+def _choices(length: int, replicas: int, indexed: int, count: int) -> tuple[list[float], list[float]]:
     """Seconds of CPU of each choice, and of noting it."""
     rng = random.Random(length)
-    chains = [[rng.randbytes(KEY_BYTES - 2) + b"\xff\xff" for _ in range(length)] for _ in range(INDEXED // length)]
+    chains = [[rng.randbytes(KEY_BYTES - 2) + b"\xff\xff" for _ in range(length)] for _ in range(indexed // length)]
     entries = []
     for number, chain in enumerate(chains):
         holders = tuple(sorted({number % replicas, (number + 1) % replicas}))
@@ -445,7 +284,7 @@ def _choices(length: int, replicas: int, count: int) -> tuple[list[float], list[
             (key, holders, ()) if place < length * 3 // 4 else (key, (), holders[:1]) for place, key in enumerate(chain)
         ]
     copy = DirectoryCopy(1)
-    copy.apply(0, Changes(1, True, (), tuple(entries)))
+    copy.apply(0, Changes(Position(1), True, (), tuple(entries)))
     scoring = Scoring(ScoringConfig(), RouterIndex(copy), rng)
     candidates = [Candidate(f"replica-{number}", number, rng.randrange(10_000)) for number in range(replicas)]
     choices, notes = [], []
@@ -467,7 +306,6 @@ def run(options: Options) -> Report:
     report.add(decided(options))
     for table in replayed(options):
         report.add(table)
-    report.add(served(options))
     return report
 
 

@@ -16,12 +16,15 @@ from benchmarks import (
     attention,
     directory,
     ingress,
+    ingress_modes,
     kv_dtypes,
     latency,
     memory,
     offload,
     parallel,
     remote,
+    routing,
+    routing_engines,
     store,
     store_core,
     store_host,
@@ -29,8 +32,11 @@ from benchmarks import (
 )
 from benchmarks.common import apart, machine, parse_options, print_machine, say, write
 
-HERE = (throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload)
-ON_RAY = (parallel, directory, remote)  # each with a Ray of its own, in a process of its own
+HERE = (
+    *(throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload),
+    *(routing, routing_engines),
+)
+ON_RAY = (parallel, directory, remote, ingress_modes)  # each with a Ray of its own, in a process of its own
 
 
 def main(argv: Sequence[str] | None = None, chosen: Sequence[ModuleType] = (*HERE, *ON_RAY)) -> None:

@@ -29,7 +29,7 @@ from tournant.cluster.metrics import DirectoryMetrics
 from tournant.cluster.ray_metrics import RayBackend
 from tournant.kvstore import directory
 from tournant.kvstore.block import KEY_BYTES
-from tournant.kvstore.directory import Announcement, Changes, DirectoryConfig, Heard, shard_of
+from tournant.kvstore.directory import Announcement, Changes, DirectoryConfig, Heard, Position, shard_of
 
 IDLE_EXIT_S = 60.0
 TEND_S = 1.0
@@ -91,7 +91,7 @@ class DirectoryActor:
     def _named(self, numbers: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(self._ids[number] for number in numbers)
 
-    def changes_since(self, position: int) -> Changes:
+    def changes_since(self, position: Position) -> Changes:
         """See `kvstore.directory.Directory.changes_since`; the nodes' numbers are those of `number_of`."""
         with self._lock:
             return self._core.changes_since(position)

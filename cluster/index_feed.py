@@ -6,7 +6,7 @@ injected, so that all but `RayReader` knows no Ray.
 Invariants:
  1. What an answer says is taken in whole and in order, and no change twice or never: the next question is put from the
     position of the answer before. Whatever went wrong ends with a shard's entries dropped and position `START`, which
-    no log reaches, so that the shard begins anew.
+    no log reaches, so that the shard begins anew, and tells all it has in pages until the copy is full.
  2. A shard that has died, or says nothing for `silent_s`, has no entries and is silent, until it answers.
  3. No shard holds up another one, and none holds up `stop`.
 """
@@ -27,14 +27,14 @@ from ray.exceptions import RayActorError, RayError
 from tournant.cluster.app_namespace import namespace_of
 from tournant.cluster.directory_actor import shard_name
 from tournant.cluster.router_index import MAX_KEYS, DirectoryCopy
-from tournant.kvstore.directory import Changes
+from tournant.kvstore.directory import Changes, Position
 
 POLL_S = 0.25
 ANSWER_S = 1.0  # for the answers of all shards to one question
 ABSENT_S = 2.0  # until the next question while there is no directory
 SILENT_S = 3.0
 MAX_PAGES = 8  # of changes that a shard is asked for in one round
-START = -1  # a position before every log
+START = Position(-1)  # before every log
 _LOG = logging.getLogger("tournant.router")
 
 
@@ -49,7 +49,7 @@ class NoAnswer(enum.Enum):
 class Reader(Protocol):
     """How the shards of a directory are asked."""
 
-    def read(self, positions: Mapping[int, int]) -> Mapping[int, Changes | NoAnswer]:
+    def read(self, positions: Mapping[int, Position]) -> Mapping[int, Changes | NoAnswer]:
         """`changes_since` of shards at their positions, all at once and within a second or so."""
         ...
 
@@ -98,8 +98,11 @@ class IndexFeed:
         """Take an answer in; whether there may be more."""
         if isinstance(answer, Changes):
             self.copy.apply(shard, answer)
-            more = answer.position != self._positions[shard]
-            self._positions[shard] = answer.position
+            position = answer.position
+            if position.given is not None and self.copy.full(shard):
+                position = position._replace(given=None)
+            more = position != self._positions[shard]
+            self._positions[shard] = position
             self._answered_at[shard] = self._clock()
             return more
         late = answer is NoAnswer.LATE and self._clock() - self._answered_at[shard] <= self._silent_s
@@ -133,7 +136,7 @@ class RayReader:
         self._app = app
         self._actors: dict[int, Any] = {}
 
-    def read(self, positions: Mapping[int, int]) -> dict[int, Changes | NoAnswer]:
+    def read(self, positions: Mapping[int, Position]) -> dict[int, Changes | NoAnswer]:
         """See Reader. An actor that fails is looked up by its name the next time."""
         answers: dict[int, Changes | NoAnswer] = {}
         calls: dict[Any, int] = {}

@@ -32,7 +32,7 @@ class MetricKind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared and hashed as what it is: a key of tables on the hot path
 class MetricSpec:
     """One metric. labels: names besides `model_name`; buckets: upper bounds of a histogram; absent_at_first: without a
     series until it is known, as estimates are.
@@ -95,6 +95,17 @@ KV_BLOCKS = _gauge("tournant_kv_blocks", "Device KV blocks by state: used, cache
 OUTSTANDING = _gauge("tournant_answers_outstanding", "Answers admitted by the frontend and not ended")
 WEIGHTS_EPOCH = _gauge("tournant_weights_epoch", "Epoch of the weights; 0 = as configured, then each update is one")
 HTTP_REQUESTS = _counter("tournant_http_requests_total", "HTTP responses by route and status", "route", "status")
+OVERFLOW_COUNTERS = {  # field of OverflowStats -> the counter it feeds
+    "written_bytes": _counter("tournant_overflow_written_bytes_total", "KV of running sequences copied off the device"),
+    "host_bytes": _counter("tournant_overflow_host_bytes_total", "KV below the device attended to in RAM"),
+    "disk_bytes": _counter("tournant_overflow_disk_bytes_total", "KV below the device read from disk to attend to"),
+    "streamed_bytes": _counter("tournant_overflow_streamed_bytes_total", "Of that in RAM, copied to the device first"),
+    "lost_blocks": _counter("tournant_overflow_lost_blocks_total", "Blocks below that could not be read"),
+    "chosen_layers": _counter("tournant_sparse_layers_total", "Layers of decode steps that read some blocks below"),
+    "dense_layers": _counter("tournant_sparse_dense_layers_total", "Of these, layers that then had to read all"),
+    "missed_mass": _counter("tournant_sparse_missed_mass_total", "Attention that the others can have missed at most"),
+}
+OVERFLOW_BLOCKS = _gauge("tournant_overflow_blocks", "Places below the device by state: used, total", "state")
 TIER_COUNTERS = {  # field of TierStats -> the counter it feeds
     "saved_bytes": _counter("vllm_kv_offload_store_bytes_total", "Bytes copied from the device to RAM"),
     "save_seconds": _counter("vllm_kv_offload_store_time_total", "Seconds of those copies, queue included"),
@@ -257,9 +268,10 @@ class PrometheusBackend:
             series[()] = make(())
 
         def record(value: float, values: tuple[str, ...]) -> None:
-            if values not in series:
-                series[values] = make(values)
-            series[values](value)
+            add = series.get(values)
+            if add is None:
+                add = series[values] = make(values)
+            add(value)
 
         return record
 
@@ -285,6 +297,11 @@ class MetricsRegistry:
         for spec, name in ENGINE_COUNTERS:
             self._add(spec, getattr(stats, name) - getattr(seen, name))
         self._record_tiers(stats, seen)
+        for name, spec in OVERFLOW_COUNTERS.items():
+            self._add(spec, getattr(stats.overflow, name) - getattr(seen.overflow, name))
+        if stats.overflow.total_blocks:
+            record[OVERFLOW_BLOCKS](stats.overflow.used_blocks, ("used",))
+            record[OVERFLOW_BLOCKS](stats.overflow.total_blocks, ("total",))
         self._seen = stats
         record[NUM_RUNNING](stats.num_running, ())
         record[NUM_WAITING](stats.num_waiting, ())

@@ -103,13 +103,30 @@ class DirectoryCopy:
         for node in changes.lost:
             _lose(shard, node)
         entries, shared = shard.entries, shard.shared
-        news = reversed(changes.entries) if changes.start_over else changes.entries  # all over, the latest comes first
-        for key, host, nvme in news:
+
+        def holders(places: tuple[_Nodes, _Nodes]) -> _Holders:
+            return shared.get(places) or shared.setdefault(places, _Holders(places))
+
+        for key, host, nvme in changes.entries:
             entries.pop(key, None)  # and in again, at the end: a dict keeps the order of coming in
             if host or nvme:
-                places = (host, nvme)
-                entries[key] = shared.get(places) or shared.setdefault(places, _Holders(places))
-        _leave(entries, max(1, self.max_keys // len(self._shards)))
+                entries[key] = holders((host, nvme))
+        if changes.older:
+            older = {
+                key: holders((host, nvme))
+                for key, host, nvme in reversed(changes.older)
+                if (host or nvme) and key not in entries
+            }
+            shard.entries = entries = older | entries
+        _leave(entries, self._share())
+
+    def _share(self) -> int:
+        """Entries that one shard may have."""
+        return max(1, self.max_keys // len(self._shards))
+
+    def full(self, number: int) -> bool:
+        """Whether there is no room for what a shard announced before what it said."""
+        return len(self._shards[number].entries) >= self._share() - self._share() // LEAVE_AT_ONCE
 
     def drop(self, number: int, *, silent: bool) -> None:
         """Forget what a shard said. silent: it should speak, but does not; else there is none, which says nothing."""

@@ -33,7 +33,7 @@ from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
 from tournant.deploy.http_routes import AsgiApp
-from tournant.deploy.http_server import HttpOptions
+from tournant.deploy.http_server import MAX_OPEN_REQUESTS, HttpOptions
 from tournant.deploy.http_side import HttpSide
 from tournant.deploy.live_config import take_up, with_user_config
 from tournant.deploy.resilient import EngineReplica, Ingress
@@ -46,8 +46,13 @@ from tournant.workers.model_files import name_of
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
-GRACEFUL_SHUTDOWN_S = 10.0
-FOR_BOTH = ("health_check_period_s", "health_check_timeout_s", "graceful_shutdown_wait_loop_s")
+GRACEFUL_SHUTDOWN_S = 10.0  # for the ending itself
+FOR_BOTH = (
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "graceful_shutdown_timeout_s",
+    "graceful_shutdown_wait_loop_s",
+)
 SPARE_REQUESTS = 1024  # room in Serve's limits for requests that never reach an engine
 
 
@@ -136,7 +141,7 @@ class Replica(EngineHost, HandleMethods):
         self._metrics.record_engine(engine.stats, engine.alive, frontend.num_outstanding, frontend.epoch)
         if self._following is not None and self._following.lost and not frontend.stopping:
             raise EngineDeadError(self._following.lost)
-        if not await frontend.healthy() and not frontend.stopping:  # asked last: it may have begun meanwhile
+        if not frontend.healthy and not frontend.stopping:
             raise EngineDeadError("the engine cannot generate")
 
     async def record_replica_metadata(self) -> dict[str, Any]:
@@ -236,7 +241,7 @@ def serve_options(
         "max_queued_requests": 4 * capacity + SPARE_REQUESTS,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
+        "graceful_shutdown_timeout_s": config.request_timeout_s + GRACEFUL_SHUTDOWN_S,  # requests end before it does
         "graceful_shutdown_wait_loop_s": 0.2,
         **placement(engine),
     }
@@ -244,9 +249,9 @@ def serve_options(
         del options["num_replicas"]  # Serve takes one of them
     if config.ingress == "direct":
         return {DEPLOYMENT_NAME: options | dict(deployment_options or {})}
-    ingress = {key: value for key, value in options.items() if key in FOR_BOTH} | {"max_queued_requests": -1}
-    ingress["max_ongoing_requests"] = 4 * capacity * config.num_replicas + SPARE_REQUESTS
-    ingress["graceful_shutdown_timeout_s"] = config.request_timeout_s  # its requests end before it does
+    ingress = {key: value for key, value in options.items() if key in FOR_BOTH}
+    ingress |= {"max_queued_requests": -1, "max_surge_percent": 100}  # a new one is there before an old one goes
+    ingress["max_ongoing_requests"] = MAX_OPEN_REQUESTS + SPARE_REQUESTS  # how many engines come is not known here
     options["graceful_shutdown_timeout_s"] = config.weights_drain_s + GRACEFUL_SHUTDOWN_S
     return {
         DEPLOYMENT_NAME: options | dict(deployment_options or {}),

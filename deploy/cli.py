@@ -1,4 +1,4 @@
-"""The command line: `tournant serve`, `chat`, `config`, `weights`, `keys`, `kv` and `version`.
+"""The command line: `tournant serve`, `chat`, `attention`, `config`, `weights`, `keys`, `kv` and `version`.
 
 Owns flags, what is printed, exit codes and the environment that Ray is given; it is the only place that looks at
 environment variables. It stays light: Ray and the model live in the process of local_ray.py, which `serve` watches over
@@ -33,6 +33,7 @@ from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.run_folder import RunFolder
 from tournant.deploy.access import Access
 from tournant.deploy.access_config import AccessConfig
+from tournant.deploy.attention_cli import attention_command
 from tournant.deploy.chat import ChatError, run_chat
 from tournant.deploy.config import ServeFile, load_config_file, parse_config
 from tournant.deploy.config_cli import config_app
@@ -67,6 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve a language model on Ray, and talk to it.",
 )
+app.command("attention")(attention_command)
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(kv_app, name="kv")

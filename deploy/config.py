@@ -51,7 +51,24 @@ APP_NAME = "tournant"
 DEPLOYMENT_NAME, INGRESS_NAME = "Replica", "Ingress"
 IMPORT_PATH = "tournant.deploy.app:build_app"
 
-ADVANCED_KEYS = frozenset({"block_tokens", "max_num_batched_tokens", "num_in_flight", "num_threads", "quantization"})
+BYTE_KEYS = frozenset({"kv_cache_bytes", "overflow_host_bytes", "overflow_disk_bytes"})
+ADVANCED_KEYS = frozenset(
+    {
+        "block_tokens",
+        "max_num_batched_tokens",
+        "num_in_flight",
+        "num_threads",
+        "overflow_attention",
+        "overflow_disk_bytes",
+        "overflow_disk_bytes_per_s",
+        "overflow_folder",
+        "overflow_host_bytes",
+        "overflow_host_bytes_per_s",
+        "quantization",
+        "sparse_attention",
+        "weights_offload",
+    }
+)
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - ADVANCED_KEYS
 SERVICE_ADVANCED_KEYS = frozenset({"weights_drain_s", "max_queued_tokens"})  # fields of ServiceConfig
 
@@ -159,7 +176,7 @@ def _engine_config(value: Any) -> Any:
                 faults.append(unknown_key(f"{section}.{key}", _ALL_KEYS))
                 continue
             try:
-                found[key] = _bytes(key, item) if key == "kv_cache_bytes" else item
+                found[key] = _bytes(key, item) if key in BYTE_KEYS else item
                 EngineConfig(**{key: found[key]})
             except ConfigError as error:
                 faults.append(f"{section}.{error}")
@@ -361,6 +378,16 @@ class ServeFile(BaseModel):
     http_options: dict[str, Any] = {}
     deployment_options: dict[str, Any] = {}
     ingress_options: dict[str, Any] = {}
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """Engines that there are at first, and that there may be, as far as the file says it."""
+        told, scaling = self.deployment_options, self.deployment_options.get("autoscaling_config")
+        first = most = told.get("num_replicas") or self.config.num_replicas
+        if isinstance(scaling, Mapping):
+            first, most = scaling.get("initial_replicas"), scaling.get("max_replicas", 1)
+            first = scaling.get("min_replicas", 1) if first is None else first
+        return (first, most) if isinstance(first, int) and isinstance(most, int) else (1, 1)
 
 
 def load_config_file(path: Path) -> ServeFile:

@@ -63,6 +63,18 @@ MEANINGS = {
     "advanced.block_tokens": "tokens of a KV block; null: 16 on a CPU, 64 on a GPU",
     "advanced.num_threads": "CPU threads of an engine, or of each of its ranks; null: all cores, shared by the "
     "ranks on a machine",
+    "advanced.overflow_host_bytes": "RAM of each rank for KV of running sequences that are larger than its device; 0: "
+    "none (docs/beyond-the-device.md)",
+    "advanced.overflow_disk_bytes": "disk of each rank for what of that does not fit there; 0: none",
+    "advanced.overflow_folder": "where that file without a name lies; null: /var/tmp",
+    "advanced.overflow_host_bytes_per_s": "emulated link between device and that RAM, bytes a second; 0: off",
+    "advanced.overflow_disk_bytes_per_s": "emulated drive of that file, bytes a second; 0: off",
+    "advanced.overflow_attention": "how that RAM is attended to: by the CPU where it lies, or copied to the device; "
+    "auto: per step, by what both took before",
+    "advanced.weights_offload": "layers that do not fit device_bytes stream to the device from RAM (host_bytes) or disk "
+    "while it computes; sizes are of each rank; null: all are on it (docs/beyond-the-device.md)",
+    "advanced.sparse_attention": "{budget, min_mass}: decode steps of sequences larger than the device read this share of "
+    "their blocks below it, but all when the rest may carry more than 1 - min_mass; null: all always",
     "advanced.num_in_flight": "steps given to the device before the first is booked; null: 1 on a CPU, 2 on a GPU",
     "engine.tensor_parallel_size": "ranks that share every layer, each a process, on GPUs each with its own; then "
     "kv_cache_bytes is of each",
@@ -181,7 +193,7 @@ def _row(key: str, annotation: str, default: Any, limits: str, meaning: str = ""
         raise KeyError(f"{key} has no meaning; add one to MEANINGS in deploy/config_table.py, then `make docs-config`")
     name = key.rpartition(".")[2]
     kind = annotation.partition(" | ")[0]
-    words = "size" if kind == "int" and name.endswith("_bytes") else _WORDS[kind]
+    words = "size" if kind == "int" and name.endswith("_bytes") else _WORDS.get(kind, "mapping")
     if words == "size":
         limits = re.sub(r"\d+", lambda found: _plain(name, int(found[0])), limits)
     live = "yes" if key in LIVE_KEYS else ""

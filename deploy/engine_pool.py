@@ -226,6 +226,7 @@ class EnginePool:
                 infos[0],
                 max_model_len=min(info.max_model_len for info in infos),
                 pool_tokens=min(info.pool_tokens for info in infos),
+                overflow_tokens=min(info.overflow_tokens for info in infos),
                 max_num_seqs=sum(info.max_num_seqs for info in infos),
                 max_queued_requests=sum(info.max_queued_requests for info in infos),
             )
@@ -245,12 +246,6 @@ class EnginePool:
         """Gauges of all engines together. Counters are zero: replicas count for themselves."""
         found = [engine.client.stats for engine in self._engines.values() if engine.client is not None]
         return EngineStats(**{name: sum(getattr(stats, name) for stats in found) for name in GAUGES})
-
-    @property
-    def last_step_time(self) -> float:
-        """The latest of any engine."""
-        clients = [engine.client for engine in self._engines.values() if engine.client is not None]
-        return max((client.last_step_time for client in clients if client.alive), default=0.0)
 
     @property
     def alive(self) -> bool:

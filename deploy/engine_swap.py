@@ -112,11 +112,6 @@ class EngineSwap:
         return self._engine.stats
 
     @property
-    def last_step_time(self) -> float:
-        """`time.monotonic()` of the engine's latest step message, 0.0 before its first."""
-        return self._engine.last_step_time
-
-    @property
     def alive(self) -> bool:
         """False once there is no engine and none is being started."""
         return not self._closed and (self._lock.locked() or self._engine.alive)

@@ -23,12 +23,15 @@ class RequestError(ValueError):
 
 
 class PromptTooLong(RequestError):  # noqa: N818 - names the fact
-    """The prompt leaves no room for an answer. limit: tokens of prompt + answer; limited_by: what sets that limit."""
+    """The prompt leaves no room for an answer. limit: tokens of prompt + answer; limited_by: what sets that limit.
+
+    Libraries know this fact by the words "prompt is too long".
+    """
 
     def __init__(self, prompt_tokens: int, limit: int, limited_by: str) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, but prompt and answer together may have at most {limit} tokens "
-            f"({limited_by}); shorten the prompt to {limit - 1} tokens or fewer",
+            f"the prompt is too long: it has {prompt_tokens} tokens, but prompt and answer together may have at most "
+            f"{limit} tokens ({limited_by}); shorten the prompt to {limit - 1} tokens or fewer",
             "prompt",
         )
         self.args = (prompt_tokens, limit, limited_by)

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from tournant.cluster.metrics import RequestRecord
 from tournant.deploy.admission_gate import AdmissionGate
 from tournant.deploy.errors import PromptTooLong, RequestError
 from tournant.deploy.generation import Completion, GenerationStream
-from tournant.deploy.health import PROBE_TIMEOUT_S, RECENT_STEP_S, Health
 from tournant.deploy.served_weights import ServedWeights
 from tournant.deploy.tokenizer import Tokenizer
-from tournant.kvstore.block import key_chain
+from tournant.kvstore.block import Namespace, key_chain
 from tournant.workers.engine_client import EngineClient
 from tournant.workers.errors import EngineDeadError, Overloaded
 from tournant.workers.messages import EngineInfo, EngineRequest
@@ -43,9 +42,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, o
 class FrontendOptions:
     """What an operator chooses about a frontend.
 
-    request_timeout_s: longest life of a request; enable_prefix_caching: compute keys for prompts; recent_step_s: an
-    engine that made a step this recently counts as healthy; probe_timeout_s: how long a probe of one token may take;
-    tiers: the engine has a node store, so usage tells where cached tokens lay; max_resumes: how many engines may die
+    request_timeout_s: longest life of a request; enable_prefix_caching: compute keys for prompts; tiers:
+    the engine has a node store, so usage tells where cached tokens lay; max_resumes: how many engines may die
     under an answer before it fails, 0 where there is no other engine to go on with it; max_queued_requests: answers
     that may wait beyond those that run, None or more than that = as many as the engine takes; max_queued_tokens: of
     prompts whose answers have not begun, None = as MEAN_PROMPT_TOKENS says.
@@ -53,8 +51,6 @@ class FrontendOptions:
 
     request_timeout_s: float = 600.0
     enable_prefix_caching: bool = True
-    recent_step_s: float = RECENT_STEP_S
-    probe_timeout_s: float = PROBE_TIMEOUT_S
     tiers: bool = False
     max_resumes: int = 0
     max_queued_requests: int | None = None
@@ -82,9 +78,6 @@ class Frontend:
         self._on_request_end = on_request_end
         self._outstanding = 0
         self._stopping = False
-        self._health = Health(
-            engine, lambda: self.gate.closed, self.options.recent_step_s, self.options.probe_timeout_s
-        )
 
     @property
     def num_outstanding(self) -> int:
@@ -95,6 +88,13 @@ class Frontend:
     def served_weights(self) -> ServedWeights:
         """What an answer that begins now is made by."""
         return ServedWeights(self.engine.info.namespace.weights_id.hex(), self.epoch)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is an engine that makes progress, or will be one: one that hangs is killed, see
+        engine_watchdog.py. Costs nothing and waits for nothing, however busy the engine is.
+        """
+        return self.engine.alive
 
     @property
     def stopping(self) -> bool:
@@ -110,14 +110,12 @@ class Frontend:
         """Raise what `submit_many` would for this many answers, before work is spent on their prompts."""
         self._check_queue(self._check_room(num_answers, self._outstanding + self.gate.num_pending))
 
-    @asynccontextmanager
-    async def entry(self, num_answers: int) -> AsyncIterator[None]:
+    def entry(self, num_answers: int) -> AbstractAsyncContextManager[None]:
         """Encode prompts and submit them inside this block, so that both are for one engine; it waits while the weights
         are changed. Raises as `check_capacity` and `AdmissionGate.entry`.
         """
         self.check_capacity(num_answers)
-        async with self.gate.entry(num_answers, self.options.request_timeout_s):
-            yield
+        return self.gate.entry(num_answers, self.options.request_timeout_s)
 
     async def change_weights(self, swap: Callable[[], Awaitable[Tokenizer]], drain_s: float | None) -> None:
         """Let running requests finish for `drain_s`, then change what `engine` runs by `swap`, which returns the new
@@ -166,6 +164,7 @@ class Frontend:
         priority: int = 0,
         timeout_s: float | None = None,
         join_deltas: bool = True,
+        session: str = "",
     ) -> GenerationStream:
         """`submit_many` of one prompt."""
         return self.submit_many(
@@ -175,6 +174,7 @@ class Frontend:
             priority=priority,
             timeout_s=timeout_s,
             join_deltas=join_deltas,
+            session=session,
         )
 
     def submit_many(
@@ -186,11 +186,13 @@ class Frontend:
         priority: int = 0,
         timeout_s: float | None = None,
         join_deltas: bool = True,
+        session: str = "",
     ) -> GenerationStream:
         """Hand prompts to the engine and return the stream of their len(prompts) x params.n answers.
 
         cache_salt: requests share cached blocks only with requests of the same salt; priority: lower runs earlier;
-        timeout_s: None = the operator's limit, which also bounds it; join_deltas: join what waits for a slow reader.
+        timeout_s: None = the operator's limit, which also bounds it; join_deltas: join what waits for a slow reader;
+        session: of engines that are as good, the one that had the last request of this name takes it.
         max_tokens None or beyond the room a prompt leaves is clamped to that room (`GenerationStream.max_tokens`).
 
         Raises RequestError (PromptTooLong among them) for what can never be served, Overloaded when it cannot be now,
@@ -204,10 +206,10 @@ class Frontend:
         if params.seed is None and not params.greedy:
             params = replace(params, seed=secrets.randbits(63))  # known here, so that another engine can resume it
         requests = [
-            (self._engine_request(token_ids, params, limit, cache_salt, priority), limit)
+            (self._engine_request(token_ids, params, limit, cache_salt, priority, session), limit)
             for token_ids, limit in zip(prompts, limits, strict=True)
         ]
-        again = partial(self._submit_again, cache_salt, priority)
+        again = partial(self._submit_again, cache_salt, priority, session)
         options = self.options
         stream = GenerationStream(
             engine,
@@ -272,12 +274,6 @@ class Frontend:
         stream = await self.stream(prompt, params, cache_salt=cache_salt, priority=priority, timeout_s=timeout_s)
         return await stream.collect()
 
-    async def healthy(self) -> bool:
-        """Whether the engine can generate: it made a step recently, or does so now, or will when it has been started
-        anew (`engine.restarting`). Concurrent calls share a probe.
-        """
-        return await self._health.healthy()
-
     async def reset_prefix_cache(self) -> bool:
         """Forget all reusable blocks. True only if the engine did so, within RESET_TIMEOUT_S."""
         if not self.engine.alive:
@@ -310,29 +306,45 @@ class Frontend:
         limit = info.max_sequence_tokens
         room = limit - len(token_ids)
         if room < 1:
-            limited_by = (
-                "the model's context, max_model_len" if limit == info.max_model_len else "the KV cache, kv_cache_bytes"
-            )
+            limited_by = "the model's context, max_model_len"
+            if limit != info.max_model_len:
+                limited_by = "the KV cache: kv_cache_bytes, and overflow_host_bytes for what is larger"
             raise PromptTooLong(len(token_ids), limit, limited_by)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def _engine_request(
-        self, token_ids: list[int], params: SamplingParams, limit: int, cache_salt: str | None, priority: int
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        limit: int,
+        cache_salt: str | None,
+        priority: int,
+        session: str,
     ) -> EngineRequest:
         """The request as the engine sees it: without stop strings, and with one token where none but log-probabilities
         of the prompt were asked for."""
         max_tokens = max(limit, 1)
-        engine_params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), stop=())
+        engine_params = params
+        if params.stop or params.max_tokens != max_tokens:
+            min_tokens = min(params.min_tokens, max_tokens)
+            engine_params = replace(params, max_tokens=max_tokens, min_tokens=min_tokens, stop=())
         try:
-            digest = self.engine.info.namespace_for(len(token_ids)).digest(cache_salt)
+            digest = _digest(self.engine.info.namespace_for(len(token_ids)), cache_salt)
         except ValueError as error:
             raise RequestError(str(error), "cache_salt") from error
         keys: list[bytes] = []
         if self.options.enable_prefix_caching:
             keys = key_chain(digest, token_ids, self.engine.info.block_tokens)
-        number, weights_id = self.engine.new_request_id(), self.engine.info.namespace.weights_id
         return EngineRequest(
-            number, token_ids, engine_params, keys, digest, cache_salt, priority, weights_id=weights_id
+            self.engine.new_request_id(),
+            token_ids,
+            engine_params,
+            keys,
+            digest,
+            cache_salt,
+            priority,
+            weights_id=self.engine.info.namespace.weights_id,
+            session=session,
         )
 
     def _release(self, stream: GenerationStream) -> None:
@@ -341,7 +353,7 @@ class Frontend:
         if self._on_request_end is not None:
             self._on_request_end(stream.record())
 
-    def _submit_again(self, cache_salt: str | None, priority: int, stream: GenerationStream) -> None:
+    def _submit_again(self, cache_salt: str | None, priority: int, session: str, stream: GenerationStream) -> None:
         """Give a stream that was withdrawn to the engine of now. Raises as `submit_many`."""
         if not self.tokenizer.gives_ids_of(stream.tokenizer):
             raise RequestError("the new weights have another tokenizer; send the request again", "prompt")
@@ -350,10 +362,17 @@ class Frontend:
         requests = []
         for prompt in stream.prompts:
             limit = self._room(prompt.token_ids, params, info)
-            requests.append((self._engine_request(prompt.token_ids, params, limit, cache_salt, priority), limit))
+            request = self._engine_request(prompt.token_ids, params, limit, cache_salt, priority, session)
+            requests.append((request, limit))
         stream.begin_again(requests, self.served_weights)
-        for number, (request, _) in enumerate(requests):
-            self.engine.submit(request, stream.sink(number))
+        for number, (again, _) in enumerate(requests):
+            self.engine.submit(again, stream.sink(number))
+
+
+@lru_cache(maxsize=1024)
+def _digest(namespace: Namespace, cache_salt: str | None) -> bytes:
+    """See `Namespace.digest`."""
+    return namespace.digest(cache_salt)
 
 
 def _check_call(cache_salt: str | None, priority: int, timeout_s: float | None) -> None:

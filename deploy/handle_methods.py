@@ -6,14 +6,16 @@ Owns the plain form of answers: dicts, lists, strings, numbers, and the errors o
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+from pydantic import ValidationError
 
 from tournant.cluster.weights_actor import WeightsClient
 from tournant.deploy.errors import RequestError
 from tournant.deploy.frontend import Frontend, Prompt
-from tournant.deploy.openai_schema import MAX_MODEL_CHARS
+from tournant.deploy.openai_schema import MAX_MESSAGES, MAX_MODEL_CHARS, ApiError, Message
 from tournant.workers.sampling_params import SamplingParams
 
 
@@ -61,13 +63,22 @@ class HandleMethods:
         EngineDeadError, GenerationFailed. Cancelling the call stops the engine's work.
         """
         completion = await self.frontend.generate(
-            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
+            _checked(prompt), _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
         )
         plain = asdict(completion) | completion.served_by.to_plain()
         del plain["served_by"]
         if (tiers := completion.usage.cached_by_tier) is not None:
             plain["usage"]["cached_by_tier"] = tiers._asdict()
         return plain
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """`generate` for chat messages alone, with its options; they are as over HTTP, text parts included.
+
+        Answers in pieces: `stream`, which takes messages too.
+        """
+        if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("messages must be a list of chat messages, each with role and content", "messages")
+        return await self.generate(messages, **options)
 
     async def stream(
         self,
@@ -85,7 +96,7 @@ class HandleMethods:
         Call it through `handle.options(stream=True)`. Leaving the iteration stops the engine's work.
         """
         stream = await self.frontend.stream(
-            prompt, _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
+            _checked(prompt), _sampling(sampling), cache_salt=cache_salt, priority=priority, timeout_s=timeout_s
         )
         try:
             async for delta in stream:
@@ -102,6 +113,32 @@ class HandleMethods:
                 }
         finally:
             stream.cancel()
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _checked(prompt: Any) -> Prompt:
+    """A prompt that is what it says: text, token ids, or messages as the chat template wants them.
+
+    Raises RequestError for anything else, mixtures among it.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if _is_list(prompt) and all(type(token_id) is int for token_id in prompt):
+        return list(prompt)
+    if not _is_list(prompt) or not all(isinstance(message, Mapping) for message in prompt):
+        raise RequestError("the prompt must be text, a list of token ids, or a list of chat messages", "prompt")
+    if len(prompt) > MAX_MESSAGES:
+        raise RequestError(f"there are {len(prompt)} messages; at most {MAX_MESSAGES} are allowed", "messages")
+    try:
+        return [Message.model_validate(message).to_template(place) for place, message in enumerate(prompt)]
+    except ApiError as error:
+        raise RequestError(error.message, error.param) from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise RequestError(f"messages: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", "messages") from error
 
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:

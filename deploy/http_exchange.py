@@ -10,8 +10,8 @@ import asyncio
 import json
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -71,7 +71,7 @@ class Exchange:
         root: str = scope.get("root_path", "")
         self.path = path[len(root) :] if root and path.startswith(root) else path
         given = self.header(b"x-request-id")
-        self.request_id = given.decode() if SANE_REQUEST_ID.match(given) else uuid.uuid4().hex
+        self.request_id = given.decode() if SANE_REQUEST_ID.match(given) else secrets.token_hex(16)
         self.route = "other"
         self.started_at = time.perf_counter()
         self.status = 0  # 0 until the response has begun
@@ -97,10 +97,9 @@ class Exchange:
         kind = self.header(b"content-type")
         if kind and b"json" not in kind.split(b";")[0].lower():
             raise ApiError(415, f"content-type is {kind[:80].decode('latin-1')!r}; it must be application/json")
-        too_long = ApiError(413, f"the body is longer than the limit of {max_bytes} bytes", None, "body_too_large")
         declared = self.header(b"content-length")
         if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
-            raise too_long
+            raise _too_long(max_bytes)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -112,7 +111,7 @@ class Exchange:
                     pieces.append(message.get("body", b""))
                     size += len(pieces[-1])
                     if size > max_bytes:
-                        raise too_long
+                        raise _too_long(max_bytes)
                     if not message.get("more_body", False):
                         return b"".join(pieces)
         except TimeoutError as error:
@@ -199,3 +198,7 @@ class Exchange:
         if self._send_request_id:
             raw.append((b"x-request-id", self.request_id.encode()))
         await self._emit({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is longer than the limit of {max_bytes} bytes", None, "body_too_large")

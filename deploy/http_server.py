@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ from tournant.deploy.status_routes import HEALTH, METRICS, StatusRoutes
 
 MODELS = "/v1/models"
 MODEL = f"{MODELS}/{ANY_ID}"
+MAX_OPEN_REQUESTS = 16384
+SESSION_BYTES = 16  # whatever clients call their conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class HttpOptions:
 
     served_model_name: tuple[str, ...]
     max_body_bytes: int = 8 << 20
-    max_concurrent_requests: int = 16384
+    max_concurrent_requests: int = MAX_OPEN_REQUESTS
     send_request_id: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -167,7 +170,12 @@ class ApiRoutes:
                 token_ids = await _encode_chat(frontend, body)
                 use.take_prompt(len(token_ids))
                 stream = frontend.submit(
-                    token_ids, params, cache_salt=salt, priority=body.priority or 0, join_deltas=not continuous
+                    token_ids,
+                    params,
+                    cache_salt=salt,
+                    priority=body.priority or 0,
+                    join_deltas=not continuous,
+                    session=_session(exchange, body),
                 )
             use.accept()
             with stream:
@@ -197,7 +205,12 @@ class ApiRoutes:
                 ]
                 use.take_prompt(sum(map(len, token_lists)))
                 stream = frontend.submit_many(
-                    token_lists, params, cache_salt=salt, priority=body.priority or 0, join_deltas=not continuous
+                    token_lists,
+                    params,
+                    cache_salt=salt,
+                    priority=body.priority or 0,
+                    join_deltas=not continuous,
+                    session=_session(exchange, body),
                 )
             use.accept()
             with stream:
@@ -268,7 +281,7 @@ async def _answer(
     exchange: Exchange, stream: GenerationStream, writer: ResponseWriter, streamed: bool, use: TenantRequest
 ) -> None:
     """Send all answers of a stream, which is cancelled when the client goes away."""
-    watcher = asyncio.ensure_future(exchange.watch_disconnect(stream.cancel))
+    watcher = asyncio.get_running_loop().create_task(exchange.watch_disconnect(stream.cancel))
     limit = min(stream.max_tokens)
     headers = [] if limit == stream.params.max_tokens else [("x-tournant-max-tokens", str(limit))]
     try:
@@ -309,6 +322,17 @@ async def _send_stream(
 
 def _tenant(exchange: Exchange) -> Tenant | None:
     return None if exchange.tenant is None else exchange.tenant.tenant
+
+
+def _session(exchange: Exchange, body: GenerationBody) -> str:
+    """What names a request's conversation, one of its tenant: x-session-id, else the body; "" = nothing does."""
+    named = (exchange.header(b"x-session-id").decode("latin-1"), body.prompt_cache_key, body.user)
+    found = next((name for name in named if isinstance(name, str) and name), None)
+    if found is None:
+        return ""
+    tenant = _tenant(exchange)
+    whose = "" if tenant is None else tenant.name
+    return hashlib.blake2b(f"{whose}\0{found}".encode("utf-8", "surrogatepass"), digest_size=SESSION_BYTES).hexdigest()
 
 
 async def _encode_chat(frontend: Frontend, body: ChatBody | TokenizeBody) -> list[int]:

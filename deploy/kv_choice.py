@@ -50,7 +50,7 @@ class KVChoice:
         """One of at least one engine, which is then taken to have the request."""
         now = self._clock()
         block_tokens = next((engine.client.info.block_tokens for engine in engines if engine.client is not None), 1)
-        routed = Routed(request.keys, len(request.token_ids), block_tokens)
+        routed = Routed(request.keys, len(request.token_ids), block_tokens, request.session)
         candidates = [self._candidate(engine, request) for engine in engines]
         choice = self._scoring.choose(now, routed, candidates)
         place = [candidate.replica for candidate in candidates].index(choice.ranked[0])

@@ -29,7 +29,11 @@ from tournant.deploy.frontend import Frontend, FrontendOptions, Prompt
 from tournant.deploy.generation import CachedTokens, CompletedAnswer
 from tournant.deploy.kv_store_config import KV_ADVANCED_KEYS, absolute_folder
 from tournant.deploy.startup import OwnStore, StartedEngine, start_engine
+from tournant.workers.attention_maps import MapProgress, MapRequest, write_attention_maps
 from tournant.workers.errors import EngineDeadError
+from tournant.workers.map_files import AttentionMaps
+from tournant.workers.messages import EngineStats
+from tournant.workers.model_files import check_unchanged
 from tournant.workers.sampling_params import SamplingParams
 
 NO_TIMEOUT_S = 7 * 86400.0
@@ -92,13 +96,14 @@ class LLM:
             plan = config.store_plan(on_gpu=_on_gpu(config.engine.device))
             stores += [] if plan is None else [OwnStore(plan)]
             find_store = stores[0].socket if stores else None
-            _, tokenizer, engine = self._run(start_engine(config, find_store=find_store))
+            self._files, tokenizer, engine = self._run(start_engine(config, find_store=find_store))
         except BaseException:
             self._close()
             raise
         engines.append(engine)
         options = FrontendOptions(NO_TIMEOUT_S, config.engine.enable_prefix_caching, tiers=bool(stores))
         self._frontend = Frontend(tokenizer, engine, options)
+        self._spellings = tokenizer.spellings
 
     def generate(
         self,
@@ -123,6 +128,46 @@ class LLM:
         one = all(isinstance(message, Mapping) for message in messages)
         conversations: list[Any] = [list(messages)] if one else list(messages)
         return self._answer(conversations, sampling_params, use_tqdm)
+
+    def attention_maps(
+        self,
+        prompt: Prompt,
+        layers: Sequence[int],
+        heads: Sequence[int],
+        out_dir: str | Path,
+        *,
+        kinds: Sequence[str] = ("probabilities",),
+        overwrite: bool = False,
+        progress: MapProgress | None = None,
+    ) -> AttentionMaps:
+        """Write the attention of some layers and heads over a prompt to `out_dir`, whole and exact, as memory-mapped
+        float32 [tokens, tokens] arrays (workers/map_files.py); `kinds`: "scores", "probabilities" or both.
+
+        The layers up to the last one named are loaded once more, into this process, and run over the prompt beside the
+        engine, with its weights, device and dtype. progress: as of `write_attention_maps`. Raises ConfigError for
+        layers or heads that the model lacks or a folder that holds maps, OSError when the disk is full; then nothing is
+        left in the folder.
+        """
+        token_ids = self._run(self._frontend.encode_prompt(prompt))
+        check_unchanged(self._files, self._config.cache_path)
+        request = MapRequest(
+            token_ids, layers, heads, Path(out_dir), kinds, overwrite=overwrite, token_texts=self._spellings(token_ids)
+        )
+        return write_attention_maps(self._config.engine, self._files, request, progress=progress)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, or of a conversation as the chat template writes it. Raises RequestError."""
+        return self._run(self._frontend.encode_prompt(prompt))
+
+    @property
+    def engine_stats(self) -> EngineStats:
+        """Counters of the engine since it started, and gauges, as of its latest step."""
+        return self._frontend.engine.stats
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process; of several ranks the first."""
+        return self._frontend.engine.info.pid
 
     def close(self) -> None:
         """End the engine process. Idempotent."""

@@ -34,7 +34,7 @@ from ray.serve.exceptions import RayServeException
 
 from tournant.cluster.node_store import STOP_MARGIN_S
 from tournant.cluster.node_store_actor import stop_store
-from tournant.deploy.app import bundle_of_rank, make_app
+from tournant.deploy.app import GRACEFUL_SHUTDOWN_S, bundle_of_rank, make_app
 from tournant.deploy.config import ServeFile, ServiceConfig
 from tournant.deploy.kv_store_config import memory_limit_bytes
 from tournant.deploy.supervisor import become_subreaper, end_descendants
@@ -69,14 +69,14 @@ def start_ray(folder: Path, num_cpus: int) -> None:
     )
 
 
-def check_gpus(config: ServiceConfig, in_cluster: int) -> None:
+def check_gpus(config: ServiceConfig, num_replicas: int, in_cluster: int) -> None:
     """Raises ConfigError when the replicas need more GPUs than Ray has: it would wait for them without an end."""
     engine = config.engine
     each = engine.num_ranks * int(bundle_of_rank(engine, in_cluster).get("GPU", 0))
-    if config.num_replicas * each > in_cluster:
+    if num_replicas * each > in_cluster:
         ranks = f" (tensor_parallel_size {engine.tensor_parallel_size} x pipeline_parallel_size "
         raise ConfigError(
-            f"device is {engine.device!r} and num_replicas is {config.num_replicas}; each replica takes "
+            f"device is {engine.device!r} and num_replicas is {num_replicas}; each replica takes "
             + ("a GPU" if each == 1 else f"{each} GPUs{ranks}{engine.pipeline_parallel_size})")
             + f" and Ray finds {in_cluster} here; choose fewer replicas{'' if each == 1 else ', a smaller split'} or "
             "device cpu"
@@ -93,7 +93,10 @@ def deploy(plan: ServeFile, folder: Path) -> dict[str, Any]:
     config = plan.config
     http = {**plan.http_options, "host": config.host, "port": config.port}
     serve.start(proxy_location=plan.proxy_location, http_options=http, logging_config=QUIET)
-    options = {"logging_config": QUIET, "max_constructor_retry_count": 1, **plan.deployment_options}
+    options: dict[str, Any] = {"logging_config": QUIET, "max_constructor_retry_count": 1}
+    if config.ingress == "direct":  # nothing takes a replica's place here: who ends the service waits so long
+        options["graceful_shutdown_timeout_s"] = GRACEFUL_SHUTDOWN_S
+    options |= plan.deployment_options
     app = make_app(config, options, str(folder), {"logging_config": QUIET, **plan.ingress_options})
     try:
         handle = serve.run(app, name=plan.name, route_prefix=plan.route_prefix)
@@ -158,10 +161,11 @@ class ServeProcess:
         model = read_decoder_config(files.folder, engine.max_model_len)  # what cannot be is said before Ray starts
         check_split(model, engine.tensor_parallel_size, engine.pipeline_parallel_size)
         self._report(step="starting Ray")
-        cpus = int(config.num_replicas * engine.num_ranks * bundle_of_rank(engine, 0)["CPU"])
-        start_ray(self._folder, max(os.cpu_count() or 1, cpus + 1))
+        first, most = plan.replicas
+        cpus = int(most * engine.num_ranks * bundle_of_rank(engine, 0)["CPU"])
+        start_ray(self._folder, max(os.cpu_count() or 1, cpus + int(plan.ingress_options.get("num_replicas") or 1)))
         if "ray_actor_options" not in plan.deployment_options:
-            check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
+            check_gpus(config, first, int(ray.cluster_resources().get("GPU", 0)))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask_to_end)  # after ray.init, which sets its own
         self._report(step="loading the model into the engine")

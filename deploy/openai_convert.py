@@ -25,6 +25,7 @@ from tournant.workers.sampling_params import SamplingParams
 
 LOGPROB_FLOOR = -9999.0
 DONE = "data: [DONE]\n\n"
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def finite(logprob: float) -> float:
@@ -146,7 +147,7 @@ class ResponseWriter:
     def _make_head(self) -> str:
         """To be made when the first Delta is there: from then on no other weights can answer."""
         fields = self._fields | {"object": self.chunk_name} | self._stream.served_by.to_plain()
-        return f'data: {json.dumps(fields, separators=(",", ":"))[:-1]},"choices":['
+        return f'data: {_compact(fields)[:-1]},"choices":['
 
     def end(self) -> str:
         """The last events of a stream: usage where it was asked for, then the end mark."""
@@ -166,7 +167,7 @@ class ResponseWriter:
             for answer in completion.answers
         ]
         fields = self._fields | completion.served_by.to_plain()
-        text = json.dumps(fields | {"choices": choices}, separators=(",", ":"), allow_nan=False)
+        text = _compact(fields | {"choices": choices})
         return f'{text[:-1]},"usage":{usage_json(completion.usage)}}}'.encode()
 
     def _chunk_content(self, delta: Delta) -> str:

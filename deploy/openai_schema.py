@@ -117,12 +117,13 @@ class GenerationBody(Strict):
     cache_salt: str | None = None
     priority: int | None = Field(None, ge=-1_000_000, le=1_000_000)
     response_format: Any = None
-    # accepted and ignored: they change nothing here
+    # text there names a conversation, anything else nothing
+    prompt_cache_key: Any = None
     user: Any = None
+    # accepted and ignored: they change nothing here
     store: Any = None
     metadata: Any = None
     service_tier: Any = None
-    prompt_cache_key: Any = None
     safety_identifier: Any = None
     verbosity: Any = None
     parallel_tool_calls: Any = None

@@ -36,7 +36,6 @@ from tournant.deploy.engine_swap import EngineSwap
 from tournant.deploy.engine_wake import EngineWake
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
-from tournant.deploy.health import Health
 from tournant.deploy.http_routes import AsgiApp
 from tournant.deploy.http_server import HttpOptions
 from tournant.deploy.http_side import HttpSide
@@ -99,7 +98,6 @@ class EngineReplica(EngineHost):
         """Listen. Returns what frontends are to know."""
         config, token, host = self._config, secrets.token_bytes(TOKEN_BYTES), await asyncio.to_thread(node_address)
         server = self._server = EngineServer(engine, replica, token, weights.epoch, model=weights.model)
-        self._health = Health(engine, lambda: server.draining)
         self._make_change = lambda drain_s: stream_change(server, engine, model_finder(config), drain_s, self._tell)
         self._change = self._make_change(config.weights_drain_s)
         if self._following is not None:
@@ -141,7 +139,7 @@ class EngineReplica(EngineHost):
             return
         if self._following is not None and self._following.lost:
             raise EngineDeadError(self._following.lost)
-        if not await self._health.healthy() and not self._ending:  # asked last: it may have begun meanwhile
+        if not engine.alive:
             raise EngineDeadError("the engine cannot generate")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -231,6 +229,7 @@ class Ingress(HandleMethods):
         self._pool.on_change = self._news.set
         self._wake = EngineWake(lambda: self._replicas.describe.remote())
         self._pool.on_wait = self._wake.want
+        self._wake.want()  # before there has been an engine nothing can be taken, and an idle one may go again
         self._following = asyncio.get_running_loop().create_task(self._follow_weights())
         self._watch = EngineWatch(EnginesClient(context.app_name), named)
         try:

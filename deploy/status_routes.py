@@ -37,7 +37,7 @@ class StatusRoutes:
 
     async def _health(self, exchange: Exchange) -> None:
         frontend = need_frontend(self._provider)
-        if not await frontend.healthy():
+        if not frontend.healthy:
             if frontend.stopping:
                 raise ApiError(503, "the service is stopping", None, "stopping")
             raise ApiError(503, "the engine cannot generate", None, "unhealthy")

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
+from tournant.deploy.known_pieces import known_pieces
 from tournant.workers.errors import ModelFormatError
 
 MAX_TOKEN_ID = 1 << 22  # bounds the table of token bytes
@@ -33,6 +36,11 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+# What apply_chat_template renders with, in its sandbox. Not public: a version without it has the longer way alone.
+_compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
+PLAIN_FIELDS = frozenset({"role", "content", "name"})
+UNKNOWN = "a text of a client"
+USUAL_CHATS = (("user",), ("system", "user"), ("user", "assistant", "user"))  # roles of chats whose frame is learned
 # Arguments of transformers' apply_chat_template that are not a client's to choose, a template above all.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -113,6 +121,10 @@ def _token_table(backend: Any) -> list[bytes]:
     return table
 
 
+def _not_unicode(error: Exception) -> ValueError:
+    return ValueError(f"the text is not valid Unicode: {error}")
+
+
 class Tokenizer:
     """Encoder, decoder and chat template of one model. Safe to use from several threads.
 
@@ -131,8 +143,29 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._template_names = frozenset(tokenizer.special_tokens_map) | RESERVED_TEMPLATE_KWARGS
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._template_names = frozenset(self._special_tokens) | RESERVED_TEMPLATE_KWARGS
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._template: jinja2.Template | None = None
+        if _compile_template is not None and isinstance(tokenizer.chat_template, str):
+            self._template = self._compiled(tokenizer.chat_template)
+        self._known = known_pieces(backend, self._usual_chats(), UNKNOWN)
+
+    @staticmethod
+    def _compiled(chat_template: str) -> jinja2.Template | None:
+        """None for a template that is wrong: requests are told so."""
+        try:
+            template: jinja2.Template = _compile_template(chat_template)
+        except TEMPLATE_ERRORS:
+            return None
+        template.globals = dict(template.globals)  # a ChainMap, which every rendering would copy key by key
+        return template
+
+    def _usual_chats(self) -> Iterator[str]:
+        if self.has_chat_template:
+            for roles in USUAL_CHATS:
+                with suppress(ValueError):  # a template that does not take this one
+                    yield self.render_chat([{"role": role, "content": UNKNOWN} for role in roles])
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -180,6 +213,10 @@ class Tokenizer:
         """Bytes that a token stands for, which may be part of a character; empty for an id without a spelling."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself; U+FFFD for bytes that are part of a character only."""
+        return [self.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
     def gives_ids_of(self, other: Tokenizer) -> bool:
         """Whether texts and chats have the same token ids by both."""
         if self is other:
@@ -199,7 +236,7 @@ class Tokenizer:
             else:  # lets other threads run and is twice as fast, but takes 0.2 ms to begin
                 encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeError, TypeError) as error:
-            raise ValueError(f"the text is not valid Unicode: {error}") from error
+            raise _not_unicode(error) from error
         ids: list[int] = encoded.ids
         bos = self.bos_token_id if add_special_tokens else None
         if bos is not None and ids[:2] == [bos, bos] and text.startswith(self._tokenizer.bos_token):
@@ -231,6 +268,8 @@ class Tokenizer:
         if reserved := sorted(self._template_names & kwargs.keys()):
             raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}")
         try:
+            if self._template is not None and not (continue_final_message or kwargs) and self._is_plain(messages):
+                return self._render_plain(self._template, messages, add_generation_prompt)
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
@@ -241,6 +280,26 @@ class Tokenizer:
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template of this model refused the messages: {error}") from error
         return str(text)
+
+    @staticmethod
+    def _is_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether transformers would give the template these very messages, as all but odd ones are."""
+        return bool(messages) and all(
+            type(message) is dict and message.keys() <= PLAIN_FIELDS and set(map(type, message.values())) <= {str}
+            for message in messages
+        )
+
+    def _render_plain(
+        self, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> str:
+        """As apply_chat_template without its copies of the messages, which take as long as the template itself."""
+        return template.render(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+        )
 
     def apply_chat(
         self,
@@ -260,7 +319,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
-        return self.encode(text, add_special_tokens=False)
+        return self._encode_chat(text)
 
     async def apply_chat_async(
         self,
@@ -277,7 +336,17 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
+        if len(text) <= INLINE_CHARS:
+            return self._encode_chat(text)
         return await self.encode_async(text, add_special_tokens=False)
+
+    def _encode_chat(self, text: str) -> list[int]:
+        if self._known is None or len(text) > INLINE_CHARS:
+            return self.encode(text, add_special_tokens=False)
+        try:
+            return self._known.encode(text)
+        except (UnicodeError, TypeError) as error:
+            raise _not_unicode(error) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids at once; incomplete characters become U+FFFD. Ids without a spelling give nothing."""

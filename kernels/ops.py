@@ -159,7 +159,7 @@ def _kernels_of(device: torch.device) -> _Kernels:
     return _on_cuda(device) if device.type == "cuda" else _chosen or _choose()
 
 
-def _kernels(x: torch.Tensor) -> _Kernels:
+def kernels_for(x: torch.Tensor) -> _Kernels:
     return (_chosen or _choose()) if x.is_cpu else _on_cuda(x.device)
 
 
@@ -177,21 +177,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         raise refuse("weight", weight, f"dense {dtype} [{shape[1]}]")
     if residual is not None and (residual.shape != shape or residual.dtype != dtype or not residual.is_contiguous()):
         raise refuse("residual", residual, f"dense {dtype} {tuple(shape)}")
-    result: torch.Tensor = _kernels(x).rms_norm(x, weight, eps, residual)
+    result: torch.Tensor = kernels_for(x).rms_norm(x, weight, eps, residual)
     return result
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
     check_gated(gate_up)
-    result: torch.Tensor = _kernels(gate_up).silu_mul(gate_up)
+    result: torch.Tensor = kernels_for(gate_up).silu_mul(gate_up)
     return result
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up, gelu in its tanh form, for gate_up[N, 2I] = gate | up; returns a new [N, I], rounded once."""
     check_gated(gate_up)
-    result: torch.Tensor = _kernels(gate_up).gelu_mul(gate_up)
+    result: torch.Tensor = kernels_for(gate_up).gelu_mul(gate_up)
     return result
 
 
@@ -211,7 +211,7 @@ def store_kv(
     block_tokens rows of each other, as rows of one sequence do.
     """
     check_store(k, v, kv_cache, layer, slot_mapping, kv_scales)
-    _kernels(k).store_kv(k, v, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
+    kernels_for(k).store_kv(k, v, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
 
 
 def rope_store_kv(
@@ -250,7 +250,7 @@ def rope_store_kv(
         raise refuse("cos_sin", cos_sin, f"dense float32 [max_pos, rotary_dim], rotary_dim even and at most {size}")
     if positions.shape != (rows,) or positions.dtype not in (torch.int64, torch.int32) or not positions.is_contiguous():
         raise refuse("positions", positions, f"dense int64 or int32 [{rows}]")
-    _kernels(q).rope_store_kv(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
+    kernels_for(q).rope_store_kv(q, k, v, cos_sin, positions, kv_cache, layer, slot_mapping, kv_scales=kv_scales)
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -271,7 +271,7 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     written = set(targets)
     if len(written) != len(targets) or not written.isdisjoint(sources):
         raise ValueError("a block is written twice, or is both source and destination; copy in several calls")
-    _kernels(pool).copy_blocks(pool, src, dst)
+    kernels_for(pool).copy_blocks(pool, src, dst)
 
 
 def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
@@ -291,7 +291,7 @@ def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor)
 
 
 def _block_mover(pool: torch.Tensor) -> _Kernels:
-    kernels = _kernels(pool)
+    kernels = kernels_for(pool)
     return reference if isinstance(kernels, NativeKernels) else kernels  # torch copies a block as fast as memcpy
 
 
@@ -313,7 +313,7 @@ def decode_blocks(images: torch.Tensor, dtype: torch.dtype, ids: torch.Tensor, p
 
 
 def _block_coder(pool: torch.Tensor) -> _Kernels:
-    kernels = _kernels(pool)
+    kernels = kernels_for(pool)
     return kernels if isinstance(kernels, NativeKernels) else reference  # torch's operations do on a GPU
 
 
@@ -406,7 +406,7 @@ def paged_attention(
         raise ValueError(f"window is {window} and softcap {softcap}; neither may be negative or infinite")
     if lse is not None and not (lse.dtype == torch.float32 and lse.shape == q.shape[:2] and lse.is_contiguous()):
         raise refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
-    _kernels(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse, kv_scales=kv_scales)
+    kernels_for(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse, kv_scales=kv_scales)
 
 
 def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
@@ -420,7 +420,7 @@ def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix
         raise refuse("x", x, f"bfloat16, float16 or float32 [N, {matrix.columns}] with dense rows on the CPU")
     if out.shape != (len(x), matrix.outputs) or out.stride(1) != 1 or out.dtype not in (x.dtype, torch.float32):
         raise refuse("out", out, f"{x.dtype} or float32 {(len(x), matrix.outputs)} with dense rows")
-    kernels = _kernels(x)
+    kernels = kernels_for(x)
     chosen = kernels if isinstance(kernels, NativeKernels) else quantized
     chosen.quantized_linear(out, x, matrix)
 
@@ -442,7 +442,7 @@ def decoder_layers(
     for what follows the layers after; positions, slot_mapping: as `rope_store_kv` has them. Raises ValueError, also
     where another back end serves.
     """
-    kernels = _kernels(hidden)
+    kernels = kernels_for(hidden)
     if not isinstance(kernels, NativeKernels):
         raise ValueError(f"fused layers need the C back end; {backend(hidden.device)} serves {hidden.device}")
     check_cache(kv_cache, len(layers.parts) - 1, kv_scales)

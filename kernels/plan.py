@@ -20,6 +20,8 @@ import torch
 from tournant.kernels.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
+PIECE_TOKENS = 256  # keys of one piece: the unit of the fixed order of summation
+PARTIAL_EXTRA = 16  # floats beside the sums of a row that is not finished
 
 
 @dataclass(slots=True)
@@ -28,8 +30,9 @@ class AttentionPlan:
 
     block_tables int32 [S, max_blocks]; query_start int32 [S+1]; context_lens int32 [S]; num_tokens = query_start[S];
     num_blocks_needed: one more than the largest block id that is read; deterministic: bits of a row's attention must
-    not depend on its step (the C back end always keeps that); native: what the back end prepared from all this once per
-    step, for all layers, or None.
+    not depend on its step (the C back end always keeps that); pieces: (first, end) of the 256-token pieces of every
+    sequence that are walked, end 0 = to the last (see `segments`); native: what the back end prepared from all this
+    once per step, for all layers, or None.
     """
 
     block_tables: Int32Array
@@ -40,6 +43,7 @@ class AttentionPlan:
     num_tokens: int
     num_blocks_needed: int
     deterministic: bool = False
+    pieces: tuple[int, int] = (0, 0)
     native: Any = field(default=None, repr=False)
 
 

@@ -78,9 +78,12 @@ def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int64], i
 
     `inputs` is the concatenated digests (with shapes) of non-text inputs inside the block; empty for text.
     """
+    return _block_key(parent, np.asarray(token_ids, dtype="<u4").tobytes(), inputs)
+
+
+def _block_key(parent: bytes, tokens: bytes, inputs: bytes = b"") -> bytes:
     if len(parent) != KEY_BYTES:
         raise ValueError(f"parent key has {len(parent)} bytes; it must have {KEY_BYTES}")
-    tokens = np.asarray(token_ids, dtype="<u4").tobytes()
     key = hashlib.sha256(_KEY_PREFIX + parent + _framed(_TOKENS, tokens) + _framed(_BYTES, inputs)).digest()
     route = parent[-ROUTE_BYTES:]
     if route != _NO_ROUTE:
@@ -90,11 +93,12 @@ def block_key(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int64], i
 
 def key_chain(namespace_digest: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """Keys of all full blocks of `token_ids`, in order. A trailing partial block has no key."""
-    tokens = np.asarray(token_ids, dtype=np.int64)
+    tokens = np.asarray(token_ids, dtype=np.int64).astype("<u4").tobytes()
+    size = 4 * block_tokens  # bytes
     keys: list[bytes] = []
     parent = namespace_digest
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = block_key(parent, tokens[start : start + block_tokens])
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = _block_key(parent, tokens[start : start + size])
         keys.append(parent)
     return keys
 

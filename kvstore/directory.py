@@ -9,6 +9,8 @@ Invariants:
     answers this very question begins anew, so that a late message of a dead store cannot take the place of a live one.
  3. At most `max_keys` keys, those announced last; `max_holders` nodes of a key, `max_nodes` nodes, `log_keys` changes.
  4. Positions of the log begin at the shard's incarnation: one of an earlier life is told to start over.
+ 5. Who starts over is given the keys of one list in pages, and what has changed since that list was made: what an
+    answer says of a key holds when it is made, so that pages and changes may come in any order.
 """
 
 from __future__ import annotations
@@ -71,18 +73,32 @@ class Run(NamedTuple):
     nvme: tuple[int, ...]
 
 
+class Position(NamedTuple):
+    """Up to where a copy has heard a shard. at: in its log; list_at, given: of a list of keys, where in the log it was
+    made and how many were given; None = all of them, or all that are wanted.
+    """
+
+    at: int
+    list_at: int = 0
+    given: int | None = None
+
+
+Entry = tuple[bytes, tuple[int, ...], tuple[int, ...]]  # key, nodes in host, nodes on NVMe only; none = no entry
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
     """What a copy has to take in, in this order. position: what to ask with next; start_over: empty the copy first.
 
-    lost: nodes to be taken out of all entries; entries: (key, nodes in host, nodes on NVMe only), what holds now, no
-    nodes = no entry.
+    lost: nodes to be taken out of all entries; entries: what holds now; older: the same, of keys that have not changed
+    since an earlier answer unless they are in `entries` too, the one announced last first.
     """
 
-    position: int
+    position: Position
     start_over: bool
     lost: tuple[int, ...]
-    entries: tuple[tuple[bytes, tuple[int, ...], tuple[int, ...]], ...]
+    entries: tuple[Entry, ...]
+    older: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +178,9 @@ class Directory:
         self._clock_us = 0  # advances with `now_us`, never goes back
         self._last_now_us: int | None = None
         self._end = incarnation  # position behind the newest entry of the log
+        self._list: list[bytes] = []  # what the index had at `_list_at`, that announced last first, while it is read
+        self._list_at: int | None = None
+        self._list_read_us = 0
 
     def __len__(self) -> int:
         """Keys that have an entry."""
@@ -317,6 +336,8 @@ class Directory:
         """
         self._advance(now_us)
         limit = self.config.silent_us
+        if self._clock_us - self._list_read_us > limit:
+            self._list, self._list_at = [], None
         late = sorted(number for number, node in self._nodes.items() if self._clock_us - node.heard_us > limit)
         for number in late:
             self.node_lost(number)
@@ -348,29 +369,48 @@ class Directory:
         self.stats.found += found
         return runs
 
-    def changes_since(self, position: int) -> Changes:
+    def changes_since(self, position: Position) -> Changes:
         """What has changed since an answer's position, at most `config.changes` at once: ask again until it stays.
 
-        A position that the log does not reach starts over with the entries announced last. Any number may be passed.
+        A position that the log does not reach starts over with all entries, those announced last first. Any may be
+        passed.
         """
-        log, index, most = self._log, self._index, self.config.changes
-        behind = self._end - position
-        start_over = not 0 <= behind <= len(log)
+        log, most = self._log, self.config.changes
+        at, list_at, given = position
+        start_over = not 0 <= self._end - at <= len(log)
+        if start_over:
+            at = list_at = self._listed()
+            given = 0
         lost: dict[int, None] = {}
         keys: dict[bytes, None] = {}
-        if start_over:
-            keys = dict.fromkeys(islice(reversed(index), most))
-            position = self._end
-        else:
-            first = len(log) - behind
-            for item in islice(log, first, first + most):
-                if isinstance(item, int):
-                    lost[item] = None
-                else:
-                    keys[item] = None
-            position += min(behind, most)
-        held = ((key, index.get(key, _NOBODY)) for key in keys)
-        return Changes(position, start_over, tuple(lost), tuple((key, one.host, one.nvme) for key, one in held))
+        behind = self._end - at
+        first = len(log) - behind
+        for item in islice(log, first, first + most):
+            if isinstance(item, int):
+                lost[item] = None
+            else:
+                keys[item] = None
+        older: list[bytes] = []
+        if given is not None:
+            if list_at != self._list_at:
+                list_at, given = self._listed(), 0
+            self._list_read_us = self._clock_us
+            older = self._list[max(0, given) : max(0, given) + most - len(keys)]
+            given = max(0, given) + len(older)
+            if given >= len(self._list):
+                given = None
+        following = Position(at + min(behind, most), list_at, given)
+        return Changes(following, start_over, tuple(lost), self._entries(keys), self._entries(older))
+
+    def _listed(self) -> int:
+        """Where in the log the list of keys was made: now, unless there is one, which the log reaches for long yet."""
+        if self._list_at is None or self._end - self._list_at > self.config.log_keys // 2:
+            self._list, self._list_at = list(reversed(self._index)), self._end
+        return self._list_at
+
+    def _entries(self, keys: Iterable[bytes]) -> tuple[Entry, ...]:
+        held = ((key, self._index.get(key, _NOBODY)) for key in keys)
+        return tuple((key, one.host, one.nvme) for key, one in held)
 
     def validate(self) -> None:
         """Recount from scratch. Raises InvariantViolation."""
@@ -379,6 +419,7 @@ class Directory:
             ("keys", len(self._index), config.max_keys),
             ("nodes", len(self._nodes), config.max_nodes),
             ("changes in the log", len(self._log), config.log_keys),
+            ("keys in its list", len(self._list), config.max_keys),
         ):
             if count > most:
                 raise InvariantViolation(f"the directory has {count} {name}; at most {most}")

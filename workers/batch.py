@@ -55,7 +55,9 @@ class Batch:
     of entries that want log-probabilities of the tokens after each of theirs, with how many alternatives and the next
     known prompt token after the chunk (None at the end of the prompt); new_rows: rows taken since the last batch;
     block_updates: (row, first index, block ids) to write into the rows' block tables; copies: (source, destination)
-    blocks to copy before anything else; scheduled_at: in seconds of the engine's clock.
+    blocks to copy before anything else but demotions; demotions: (block of the device, id below) to copy first of all;
+    held: the leader's own record of blocks that are given back when the batch is booked; scheduled_at: in seconds of
+    the engine's clock.
     """
 
     step: int
@@ -70,6 +72,8 @@ class Batch:
     new_rows: list[RowState] = field(default_factory=list)
     block_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    demotions: list[tuple[int, int]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     scheduled_at: float = 0.0
 
     @property
@@ -83,12 +87,15 @@ class StepResult:
     """What a batch yielded: one token per index of `Batch.sampling`, in that order.
 
     logprobs: by position in `Batch.sampling`, for sequences that asked; prompt_logprobs: by entry index, one item per
-    token of the chunk that has a known next prompt token.
+    token of the chunk that has a known next prompt token; lost: by entry index, ids below whose content could not
+    be read, so that what this entry yielded means nothing; overflow: what was read there, counters of OverflowStats.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    lost: dict[int, frozenset[int]] = field(default_factory=dict)
+    overflow: dict[str, float] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         """Itself: a step that is over when it is begun (see `PendingStep`)."""

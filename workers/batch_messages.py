@@ -39,12 +39,13 @@ def batch_to_wire(batch: Batch) -> list[Any]:
         [_row_to_wire(state) for state in batch.new_rows],
         batch.block_updates,
         batch.copies,
+        batch.demotions,
     ]
 
 
 def batch_from_wire(data: list[Any]) -> Batch:
     """Inverse of `batch_to_wire`, without entries. Raises ValueError or TypeError when it is no batch."""
-    step, rows, starts, counts, offsets, tokens, sampling, prompts, new_rows, updates, copies = data
+    step, rows, starts, counts, offsets, tokens, sampling, prompts, new_rows, updates, copies, demotions = data
     return Batch(
         step=step,
         rows=rows,
@@ -57,6 +58,7 @@ def batch_from_wire(data: list[Any]) -> Batch:
         new_rows=[_row_from_wire(state) for state in new_rows],
         block_updates=[(row, first, blocks) for row, first, blocks in updates],
         copies=[(source, target) for source, target in copies],
+        demotions=[(block, place) for block, place in demotions],
     )
 
 

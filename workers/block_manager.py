@@ -65,6 +65,11 @@ class BlockManager:
     # ---- numbers
 
     @property
+    def capacity(self) -> int:
+        """Blocks of the longest sequence."""
+        return self.num_blocks
+
+    @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, those that still hold reusable content included."""
         return len(self._free) + self.num_reusable
@@ -88,6 +93,10 @@ class BlockManager:
     def num_coming(self) -> int:
         """Blocks that only transfers hold: they are free as soon as these have ended."""
         return sum(self._references[block] == held for block, held in self._held.items())
+
+    def is_below(self, block: int) -> bool:
+        """Whether an id is a place below the device; here none is."""
+        return False
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -183,20 +192,6 @@ class BlockManager:
         """True when a write to this block needs a private copy first: somebody else refers to it or it is sealed."""
         return self._references[block] > 1 or self._key_of[block] is not None
 
-    def replace_for_write(self, table: list[int], index: int) -> tuple[int, int] | None:
-        """Copy-on-write of entry `index`: puts a fresh block there and returns (source, destination) to copy.
-
-        None when no block is free; nothing has changed then. The source keeps its bytes at least until the step that
-        carries the copy has run, because blocks are only ever written by that step or later ones.
-        """
-        fresh = self.allocate(1)
-        if fresh is None:
-            return None
-        source = table[index]
-        table[index] = fresh[0]
-        self.release([source])
-        return source, fresh[0]
-
     def seal(self, block: int, key: bytes, depth: int = 0, *, below: bool = False) -> None:
         """The block is full and its content final: make it findable by `key`. depth: its place in a chain; below: a
         copy of it is known to lie there.
@@ -224,6 +219,16 @@ class BlockManager:
                 self._free.append(block)
             blocks.clear()
         return True
+
+    def forget(self, block: int) -> None:
+        """Nobody finds this block by its key any more; whoever refers to it goes on doing so."""
+        if self._key_of[block] is None:
+            return
+        if self._references[block] == 0:
+            del self._idle[self._state_of[block]][block]
+            self._free.append(block)
+        self._dirty_used.pop(block, None)
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         key = self._key_of[block]

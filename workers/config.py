@@ -6,14 +6,68 @@ Values that depend on the machine or the model (pool size, largest context) are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
+from tournant.kvstore.config import parse_bytes
 from tournant.workers.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "native", "dequantize")
+OVERFLOW_ATTENTIONS = ("auto", "in_place", "streamed")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttention:
+    """Decode steps of sequences larger than the device read only some of their blocks below it.
+
+    budget: share of these blocks that each KV head reads, chosen anew in each step and layer; min_mass: share of the
+    attention that they must carry for certain, or the layer reads all of them; 0: no demand.
+    """
+
+    budget: float
+    min_mass: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("budget", 0.0, 1.0), ("min_mass", -1.0, 1.0)):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not low < value <= high or value < 0:
+                least = "above 0" if name == "budget" else "from 0"
+                raise ConfigError(f"sparse_attention.{name} is {value!r}; it must be a number {least} to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOffload:
+    """Layers that stay on the device, and those that stream to it while it computes; of each rank.
+
+    device_bytes: of embedding, head, norms and the layers that stay, beside which there are two buffers of a layer;
+    host_bytes: RAM for layers that stream, the others are read from disk; folder: of the file without a name for layers
+    that the model's files do not hold as they are multiplied, None = /var/tmp. Sizes may be text ("512MiB").
+    """
+
+    device_bytes: int
+    host_bytes: int = 0
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("device_bytes", 1), ("host_bytes", 0)):
+            value = given = getattr(self, name)
+            if isinstance(given, str):
+                try:
+                    value = parse_bytes(given)
+                except ValueError as error:
+                    raise ConfigError(f"weights_offload.{name} is {given!r}; {error}") from None
+                object.__setattr__(self, name, value)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 44:
+                raise ConfigError(
+                    f"weights_offload.{name} is {given!r}; it must be a size from {low} to {1 << 44} bytes"
+                )
+        if not isinstance(self.folder, str | None):
+            raise ConfigError(f"weights_offload.folder is {self.folder!r}; it must be the path of a folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +87,12 @@ class EngineConfig:
     block_tokens: tokens per KV block, None = 16 on CPU, 64 on CUDA; num_threads: CPU threads, None = all cores;
     num_in_flight: batches that run or wait to be booked while the next is scheduled, None = 1 on CPU, 2 on CUDA, but
     one per stage at least;
+    overflow_host_bytes, overflow_disk_bytes: places below the device, of each rank, for the KV of running sequences
+    that are larger than it, in RAM and on disk, 0 and 0 = such sequences are refused; overflow_folder: where the disk
+    part lies, None = /var/tmp; overflow_attention: "in_place" attends to RAM's blocks with the CPU, "streamed" copies
+    them to the device first, "auto" chooses per step; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated
+    link between device and RAM and emulated drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks count;
+    weights_offload: see WeightsOffload, None = all layers are on the device;
     tensor_parallel_size: ranks that share every layer; pipeline_parallel_size: stages of layers, one after another.
     Each rank is a process; on CUDA each has a GPU. num_threads and kv_cache_bytes are of each rank then.
     """
@@ -52,6 +112,14 @@ class EngineConfig:
     num_in_flight: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    overflow_host_bytes: int = 0
+    overflow_disk_bytes: int = 0
+    overflow_folder: str | None = None
+    overflow_attention: str = "auto"
+    overflow_host_bytes_per_s: int = 0
+    overflow_disk_bytes_per_s: int = 0
+    sparse_attention: SparseAttention | None = None
+    weights_offload: WeightsOffload | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
 
@@ -66,12 +134,24 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}"
             )
+        if self.overflow_attention not in OVERFLOW_ATTENTIONS:
+            raise ConfigError(
+                f"overflow_attention is {self.overflow_attention!r}; it must be one of {', '.join(OVERFLOW_ATTENTIONS)}"
+            )
+        for name, kind in _SECTIONS.items():
+            object.__setattr__(self, name, _section(name, kind, getattr(self, name)))
+        if self.overflow_folder is not None and not isinstance(self.overflow_folder, str):
+            raise ConfigError(f"overflow_folder is {self.overflow_folder!r}; it must be the path of a folder")
         limits = {
             "max_model_len": (1, 1 << 24),
             "max_num_seqs": (1, 4096),
             "max_num_batched_tokens": (1, 1 << 20),
             "max_queued_requests": (0, 1 << 20),
             "kv_cache_bytes": (1 << 10, 1 << 44),
+            "overflow_host_bytes": (0, 1 << 44),
+            "overflow_disk_bytes": (0, 1 << 46),
+            "overflow_host_bytes_per_s": (0, 1 << 44),
+            "overflow_disk_bytes_per_s": (0, 1 << 44),
             "block_tokens": (8, 256),
             "num_threads": (1, 1024),
             "num_in_flight": (1, 8),
@@ -99,4 +179,18 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+def _section(name: str, kind: type[Any], data: object) -> object:
+    """What `data`, a mapping of names to values, says of a section; None and a section are left as they are."""
+    if data is None or isinstance(data, kind):
+        return data
+    known = [item.name for item in fields(kind)]
+    needed = next(item.name for item in fields(kind) if item.default is MISSING)
+    if not isinstance(data, Mapping) or needed not in data:
+        raise ConfigError(f"{name} is {data!r}; it must have {needed}, and may have {', '.join(known[1:])}")
+    if unknown := [key for key in data if key not in known]:
+        raise ConfigError(f"unknown key {name}.{unknown[0]}; known keys: {', '.join(known)}")
+    return kind(**data)
+
+
+_SECTIONS: Mapping[str, type[Any]] = {"sparse_attention": SparseAttention, "weights_offload": WeightsOffload}
 _OPTIONAL = frozenset(item.name for item in fields(EngineConfig) if item.default is None)

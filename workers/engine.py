@@ -25,6 +25,7 @@ from tournant.workers.errors import ConfigError
 from tournant.workers.group_link import GroupLink
 from tournant.workers.messages import LOST_DEAD, EngineInfo, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.offload_config import OffloadConfig
+from tournant.workers.overflow_blocks import OverflowBlocks
 from tournant.workers.sampling_params import MAX_N
 from tournant.workers.scheduler import Scheduler
 from tournant.workers.sequence import RopeSwitch, Sequence
@@ -68,9 +69,12 @@ class Engine:
         self.info = info
         num_blocks = info.pool_tokens // info.block_tokens
         caching = config.enable_prefix_caching
-        blocks = BlockManager(
-            num_blocks, info.block_tokens, enable_prefix_caching=caching, has_tiers=offload is not None
-        )
+        has_tiers, num_below = offload is not None, info.overflow_tokens // info.block_tokens
+        blocks = BlockManager(num_blocks, info.block_tokens, enable_prefix_caching=caching, has_tiers=has_tiers)
+        if num_below:
+            blocks = OverflowBlocks(
+                num_blocks, info.block_tokens, num_below, enable_prefix_caching=caching, has_tiers=has_tiers
+            )
         self._link = link
         self._tiers = None if offload is None else Tiering(offload, blocks, info.writer_id)
         self._clock = clock

@@ -1,7 +1,8 @@
 """The seam between frontends and engines: what a frontend may ask of an engine, whoever carries it.
 
 `EngineClient` is the protocol; `ProcessEngineClient` speaks it to an engine in a child process over a socket pair.
-One message per engine step comes back; outputs of each request go to the sink given at submit, on the event loop.
+One message per engine step comes back; outputs of each request go to the sink given at submit, on the event loop. An
+engine that makes no progress (engine_watchdog.py) is killed.
 
 Guarantees:
  1. Every submitted request gets exactly one output with a finish_reason per answer, "error" when the engine dies.
@@ -19,11 +20,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 from tournant.workers.config import EngineConfig
+from tournant.workers.engine_watchdog import LOOK_S, STILL_LOOKS, STILL_LOOKS_OF_RANKS, Watchdog, look_at
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import (
     LOCAL_HOST,
@@ -64,10 +65,6 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats:
         """Counters and gauges of the latest step message."""
-
-    @property
-    def last_step_time(self) -> float:
-        """`time.monotonic()` when the latest step message arrived; 0.0 before the first."""
 
     @property
     def alive(self) -> bool:
@@ -119,8 +116,9 @@ class ProcessEngineClient(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
-        self._last_step_time = 0.0
         self._alive = True
+        self._watchdog = Watchdog(STILL_LOOKS if launcher is None else STILL_LOOKS_OF_RANKS)
+        self._looking: asyncio.TimerHandle | None = None
 
     @classmethod
     async def start(
@@ -183,13 +181,8 @@ class ProcessEngineClient(asyncio.Protocol):
         return self._stats
 
     @property
-    def last_step_time(self) -> float:
-        """`time.monotonic()` of the latest step message, 0.0 before the first."""
-        return self._last_step_time
-
-    @property
     def alive(self) -> bool:
-        """False once the engine process has ended."""
+        """False once the engine process has ended, or hung and was killed."""
         return self._alive
 
     @property
@@ -324,6 +317,7 @@ class ProcessEngineClient(asyncio.Protocol):
                     future.set_result(message[2])
             case "ready":
                 self._info = info_from_wire(message)  # now: a step may be behind it in the same read
+                self._looking = self._loop.call_later(LOOK_S, self._look)
                 if not self._ready.done():
                     self._ready.set_result(self._info)
             case "failed":
@@ -341,13 +335,23 @@ class ProcessEngineClient(asyncio.Protocol):
         if step.writer_id != self.info.writer_id:
             return
         self._stats = step.stats
-        self._last_step_time = time.monotonic()
+        self._watchdog.hear(step.stats.num_steps)
         self.num_finished += self._open.deliver(step.outputs)
+
+    def _look(self) -> None:
+        if why := self._watchdog.look(look_at(self.process.pid), has_requests=len(self._open) > 0):
+            logger.error("%s; process %d is killed", why, self.process.pid)
+            self.process.kill()
+            self._end(why)
+        elif self._alive:
+            self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _end(self, why: str) -> None:
         if not self._alive:
             return
         self._alive = False
+        if self._looking is not None:
+            self._looking.cancel()
         error = EngineDeadError(why)
         self._ended.set_result(why)
         if self._launcher is not None:

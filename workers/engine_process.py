@@ -5,7 +5,8 @@ thread. Frames are those of messages.py.
 
 Guarantees:
  1. The process ends when its parent does (the parent's pidfd or the end of the socket says so), whatever it is doing.
- 2. A failed step ends the requests it held with "error"; three in a row end the process, and the client reports why.
+ 2. Between steps it says something at least every BEAT_S, whether there is anything to say or not.
+ 3. A failed step ends the requests it held with "error"; three in a row end the process, and the client reports why.
     With other ranks one is enough, and so is the loss of a rank at any time: the last frame tells the first cause.
 """
 
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +34,7 @@ from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device, make_device
 from tournant.workers.engine import Engine, Runner
+from tournant.workers.engine_watchdog import BEAT_S
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.fp8_images import lower_kv_form
 from tournant.workers.messages import (
@@ -151,10 +154,10 @@ class EngineServer:
 
     def _serve(self, engine: Engine) -> None:
         failed, step = 0, 0
-        told_stats = EngineStats()
+        told_stats, told_at = EngineStats(), time.monotonic()
         while True:
             if (wait_s := engine.wait_s()) != 0:
-                self._wake.wait(wait_s)
+                self._wake.wait(BEAT_S if wait_s is None else min(wait_s, BEAT_S))
             self._wake.clear()
             told = bool(self._inbox)  # an abort yields no output, but other numbers
             outputs = self._handle_inbox(engine)
@@ -173,9 +176,10 @@ class EngineServer:
                     if failed >= MAX_FAILED_STEPS:
                         raise
             rests = engine.has_tiers and engine.wait_s() is None  # then its numbers would not be told later
-            if outputs or told or (rests and engine.stats() != told_stats):
+            due = time.monotonic() - told_at >= BEAT_S
+            if outputs or told or due or (rests and engine.stats() != told_stats):
                 step += 1
-                told_stats = engine.stats()
+                told_stats, told_at = engine.stats(), time.monotonic()
                 self._send(step_to_wire(StepMessage(self._writer_id, step, outputs, told_stats)))
 
     def _handle_inbox(self, engine: Engine) -> list[RequestOutput]:
@@ -286,6 +290,7 @@ def build_engine(
         else replace(runner.namespace, kv_form=lower_kv_form(layout, offload)),
         rope_switch=decoder.rope_switch,
         long_layout_id=runner.long_layout_id,
+        overflow_tokens=runner.overflow_blocks * layout.block_tokens,
     )
     link: Link | None = None
     if offload is not None and leader is not None:

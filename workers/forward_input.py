@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch
 from tournant.workers.device import Device
+from tournant.workers.overflow_attention import LongRows, OverflowAttention, OverflowStep
 
 ROW_MULTIPLE = 16  # matmul rows are padded to this in deterministic mode (DESIGN.md section 9)
 
@@ -28,7 +30,8 @@ class ForwardInput:
     rope_positions: rows of the RoPE tables (the position, or the row of its long-prompt twin);
     sample_rows: int64 [num_samples], row whose hidden state yields each sampled token; sample_seqs: int64
     [num_samples], row of the batch (`Batch.rows`) that it belongs to; only_decodes: every sequence has one token;
-    plan: attention of this step. Tensors are on the device.
+    plan: attention of this step; overflow: its attention instead, when some sequences have blocks below the device.
+    Tensors are on the device.
     """
 
     input_ids: torch.Tensor
@@ -39,13 +42,15 @@ class ForwardInput:
     num_tokens: int
     only_decodes: bool
     plan: ops.AttentionPlan
+    overflow: OverflowStep | None = None
 
 
 class InputBuilder:
     """Turns batches into `ForwardInput`s. One per shard.
 
     max_blocks: blocks of the longest sequence; deterministic: pad to multiples of ROW_MULTIPLE, plan accordingly.
-    last_tokens: int64 [max_num_seqs] on the device.
+    last_tokens: int64 [max_num_seqs] on the device; overflow: what attends where sequences have blocks below, None
+    where none can.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class InputBuilder:
         self._num_heads = num_heads
         self._device = device
         self._deterministic = deterministic
+        self.overflow: OverflowAttention | None = None
         self._tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
 
@@ -95,14 +101,9 @@ class InputBuilder:
         slots = tables[entry_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         query_start[1:] = ends
-        plan = ops.plan_attention(
-            torch.from_numpy(tables),
-            torch.from_numpy(query_start),
-            torch.from_numpy(context_lens.astype(np.int32)),
-            self._layout,
-            self._num_heads,
-            deterministic=self._deterministic,
-        )
+        overflow = self._overflow_step(tables, query_start, context_lens)
+        hot = slice(0, len(rows) if overflow is None else 0)
+        plan = self._plan(tables[hot], query_start[: hot.stop + 1], context_lens[hot])
         padding = -num_tokens % ROW_MULTIPLE if self._deterministic else 0
         input_ids, rope_positions, slot_mapping, sample_rows, sample_seqs, unknown_at, unknown_seqs = (
             self._device.upload(
@@ -126,9 +127,47 @@ class InputBuilder:
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
             num_tokens=num_tokens,
-            only_decodes=num_tokens == len(rows),
+            only_decodes=num_tokens == len(rows) and overflow is None,
             plan=plan,
+            overflow=overflow,
         )
+
+    def _plan(
+        self, tables: npt.NDArray[np.int32], query_start: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int64]
+    ) -> ops.AttentionPlan:
+        return ops.plan_attention(
+            torch.from_numpy(tables),
+            torch.from_numpy(query_start),
+            torch.from_numpy(context_lens.astype(np.int32)),
+            self._layout,
+            self._num_heads,
+            deterministic=self._deterministic,
+        )
+
+    def _overflow_step(
+        self, tables: npt.NDArray[np.int32], query_start: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int64]
+    ) -> OverflowStep | None:
+        """Attention of a step in which a sequence has blocks below, None for any other."""
+        if self.overflow is None:
+            return None
+        below = self.overflow.find(tables, -(-context_lens // self._layout.block_tokens))
+        if not below.any():
+            return None
+        hot: list[tuple[slice, ops.AttentionPlan]] = []
+        long: list[LongRows] = []
+        edges = np.flatnonzero(np.diff(below, prepend=~below[:1], append=~below[-1:]))
+        for first, end in itertools.pairwise(edges.tolist()):
+            if not below[first]:
+                starts = query_start[first : end + 1]
+                plan = self._plan(tables[first:end], starts - starts[0], context_lens[first:end])
+                hot.append((slice(int(starts[0]), int(starts[-1])), plan))
+                continue
+            for entry in range(first, end):
+                rows = slice(int(query_start[entry]), int(query_start[entry + 1]))
+                context = int(context_lens[entry])
+                table = tables[entry, : -(-context // self._layout.block_tokens)].astype(np.int64)
+                long.append(LongRows(entry, rows, context, table))
+        return self.overflow.step(hot, long)
 
     def remember(self, step: ForwardInput, tokens: torch.Tensor) -> None:
         """Note the tokens [num_samples] of a step, on the device, for later batches that do not know them."""

@@ -32,10 +32,10 @@ LOST_WEIGHTS = "weights"  # no engine has its weights any more, nor will have th
 class EngineInfo:
     """What an engine says of itself once it is ready.
 
-    max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool; a sequence
-    is limited by the lesser of both. namespace: what keys of this engine are made in; sequences of more than
-    `rope_switch` tokens (0 = none) rotate by other frequencies and have `long_layout_id` in their namespace: use
-    `namespace_for`.
+    max_model_len: tokens a sequence may have (prompt + output); pool_tokens: token slots of the device pool;
+    overflow_tokens: of the places below it; a sequence is limited by the model or by both together. namespace: what
+    keys of this engine are made in; sequences of more than `rope_switch` tokens (0 = none) rotate by other frequencies
+    and have `long_layout_id` in their namespace: use `namespace_for`.
     """
 
     writer_id: int
@@ -52,11 +52,12 @@ class EngineInfo:
     namespace: Namespace
     rope_switch: int = 0
     long_layout_id: bytes = b""
+    overflow_tokens: int = 0
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of the longest sequence that can run: the model's limit or the pool, whichever is less."""
-        return min(self.max_model_len, self.pool_tokens)
+        """Tokens of the longest sequence that can run: the model's limit or the places for them, whichever is less."""
+        return min(self.max_model_len, self.pool_tokens + self.overflow_tokens)
 
     def namespace_for(self, num_tokens: int) -> Namespace:
         """The namespace of a sequence of this many tokens."""
@@ -76,7 +77,8 @@ class EngineRequest:
     An answer that another engine has begun is resumed as a request of its own (params.n is 1 then): the last num_output
     of token_ids are its output so far, and everything in params still counts from the prompt before them. first_index:
     the number of the first of params.n answers, under which outputs name it. weights_id: only an engine on these
-    weights may take it, b"" for any.
+    weights may take it, b"" for any. session: names the conversation for whoever chooses an engine, "" = none; an
+    engine is not told.
     """
 
     request_id: int
@@ -89,6 +91,7 @@ class EngineRequest:
     num_output: int = 0
     first_index: int = 0
     weights_id: bytes = b""
+    session: str = ""
 
     @property
     def indices(self) -> range:
@@ -193,12 +196,36 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class OverflowStats:
+    """Of running sequences that are larger than the device; counters since the engine started, and gauges.
+
+    used_blocks, total_blocks: places below; written_bytes: device to there; host_bytes, disk_bytes: layers of blocks
+    that steps attended to in RAM and read from disk; streamed_bytes: of those in RAM that were copied to the device
+    first; lost_blocks: that could not be read; chosen_layers: layers of decode steps that read only some blocks,
+    dense_layers: those of them that then read all; missed_mass: sum, over the others, of the attention that they can
+    have missed at most.
+    """
+
+    used_blocks: int = 0
+    total_blocks: int = 0
+    written_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    streamed_bytes: int = 0
+    lost_blocks: int = 0
+    chosen_layers: int = 0
+    dense_layers: int = 0
+    missed_mass: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters (since the engine started) and gauges, sent with every step.
 
     kv_used / kv_total: device blocks held by sequences / in the pool; prefix_*_tokens: prompt tokens looked up / found
     in any tier; num_restoring: sequences whose blocks are on their way to the device; queued_tokens: of sequences that
-    wait or run, what no step computes yet, before caches were asked for it; tiers: below the device.
+    wait or run, what no step computes yet, before caches were asked for it; overflow: of sequences larger than the
+    device; tiers: below it.
     """
 
     num_running: int = 0
@@ -214,6 +241,7 @@ class EngineStats:
     num_steps: int = 0
     num_restoring: int = 0
     queued_tokens: int = 0
+    overflow: OverflowStats = OverflowStats()
     tiers: TierStats = TierStats()
 
 
@@ -229,6 +257,7 @@ class StepMessage:
 
 _RARE = ("stop_token", "cached_tokens", "cached_by_tier", "queue_ms", "prefill_ms", "error", "lost")
 _STATS = attrgetter(*(item.name for item in fields(EngineStats)))  # astuple copies deeply, and this is once per step
+_OVERFLOW = attrgetter(*(item.name for item in fields(OverflowStats)))
 _TIERS = attrgetter(*(item.name for item in fields(TierStats)))
 
 
@@ -319,8 +348,8 @@ def step_to_wire(step: StepMessage) -> list[Any]:
         if extras:
             item.append(extras)
         outputs.append(item)
-    *plain, tiers = _STATS(step.stats)
-    return ["step", step.writer_id, step.step, outputs, [*plain, _TIERS(tiers)]]
+    *plain, overflow, tiers = _STATS(step.stats)
+    return ["step", step.writer_id, step.step, outputs, [*plain, _OVERFLOW(overflow), _TIERS(tiers)]]
 
 
 def step_from_wire(message: list[Any]) -> StepMessage:
@@ -339,7 +368,9 @@ def step_from_wire(message: list[Any]) -> StepMessage:
             for name, value in extras.items():
                 setattr(out, name, value)
         outputs.append(out)
-    return StepMessage(writer_id, number, outputs, EngineStats(*[*stats[:-1], TierStats(*stats[-1])]))
+    *plain, overflow, tiers = stats
+    own: list[Any] = [*plain, OverflowStats(*overflow), TierStats(*tiers)]
+    return StepMessage(writer_id, number, outputs, EngineStats(*own))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.quantized import KINDS
 from tournant.kvstore.block import Namespace
+from tournant.kvstore.token_bucket import Pace
 from tournant.workers.batch import Batch, PendingStep, StepResult
 from tournant.workers.config import EngineConfig
 from tournant.workers.decode_graphs import DecodeGraphs
@@ -29,9 +31,13 @@ from tournant.workers.models.decoder import REVISION, Decoder
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.models.linear import can_pack
+from tournant.workers.overflow_attention import OverflowAttention, OverflowStep
+from tournant.workers.overflow_choice import OverflowChoice
+from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.sampler import Logprobs, Sampled, Sampler
 from tournant.workers.warm_up import kinds_of_steps, largest_batch
 from tournant.workers.weights import Tensors, load_checkpoint
+from tournant.workers.weights_offload import LayerTiers
 
 TORCH_DTYPES = {
     "auto": torch.bfloat16,
@@ -46,8 +52,15 @@ SELF_CHECK_ROWS = (1, 7, 16, 300)
 class DeviceStep:
     """A batch whose results are on their way from the device to the CPU. See `PendingStep`."""
 
-    def __init__(self, device: Device, sampled: Sampled | None, prompts: dict[int, list[Logprobs]]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        sampled: Sampled | None,
+        prompts: dict[int, list[Logprobs]],
+        overflow: OverflowStep | None,
+    ) -> None:
         self.sampled = sampled
+        self._overflow = overflow
         self._prompts = prompts
         tensors = [tensor for parts in prompts.values() for part in parts for tensor in part.tensors]
         if sampled is not None:
@@ -57,6 +70,8 @@ class DeviceStep:
     def result(self) -> StepResult:
         """Wait for the device and read what came."""
         tensors, result = self._arrived(), StepResult(token_ids=[])
+        if self._overflow is not None:
+            result.lost, result.overflow = self._overflow.lost, self._overflow.counts()
         for entry, parts in self._prompts.items():
             items = result.prompt_logprobs[entry] = []
             for part in parts:
@@ -88,10 +103,11 @@ class ModelRunner:
         dtype = TORCH_DTYPES[config.dtype]
         self._kv_dtype = kv_cache_dtype(config, dtype)
         self.decoder_config, checkpoint = self.read_model(files)
-        packed = not config.deterministic and self.device.kind == "cpu" and can_pack(dtype)
+        tiers = None if config.weights_offload is None else LayerTiers(config.weights_offload, self.device)
+        packed = not config.deterministic and self.device.kind == "cpu" and can_pack(dtype) and tiers is None
         native = self._multiplies_quantized(checkpoint)
         self.decoder = Decoder(
-            self.decoder_config, checkpoint, dtype, self.device.torch_device, packed=packed, native=native
+            self.decoder_config, checkpoint, dtype, self.device.torch_device, packed=packed, native=native, tiers=tiers
         )
         if unused := checkpoint.unused():
             raise ModelFormatError(
@@ -151,11 +167,43 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         num_blocks = self.agreed_blocks(self.device.pool_blocks(config, self.layout, self.run_largest_step))
         self.cache = KVCache(self.layout, num_blocks, self.device.torch_device)
+        self._set_up_overflow()
         if config.deterministic:
             self.check_row_independence()
         sizes = self.device.graph_sizes(config.max_num_seqs)
         if sizes:
-            self.warm_up(sizes if self.captures and not config.deterministic else (), max_blocks)
+            captures = self.captures and not config.deterministic and not self.decoder.streams
+            self.warm_up(sizes if captures else (), max_blocks)
+
+    def _set_up_overflow(self) -> None:
+        """Places below the device for sequences that are larger than it."""
+        config, layout = self.config, self.layout
+        host, disk = (
+            self.agreed_blocks(size // layout.block_bytes)
+            for size in (config.overflow_host_bytes, config.overflow_disk_bytes)
+        )
+        self.overflow_blocks = host + disk
+        self.overflow: OverflowPool | None = None
+        if not self.overflow_blocks:
+            return
+        folder = None if config.overflow_folder is None else Path(config.overflow_folder)
+        sparse = config.sparse_attention
+        self.overflow = OverflowPool(
+            layout,
+            host,
+            disk,
+            self.device,
+            folder,
+            host_pace=Pace(config.overflow_host_bytes_per_s),
+            disk_pace=Pace(config.overflow_disk_bytes_per_s),
+            keeps_bounds=sparse is not None,
+        )
+        windows = [self.decoder_config.kind_of(index).window for index in range(layout.num_layers)]
+        choice = OverflowChoice(config.overflow_attention)
+        num_heads = self.decoder_config.num_heads
+        self.inputs.overflow = OverflowAttention(
+            self.overflow, self.cache.num_blocks, num_heads, windows, choice, sparse
+        )
 
     def agreed_blocks(self, num_blocks: int) -> int:
         """Blocks of the pool, when this device has room for so many. A shard's runner asks the others."""
@@ -203,6 +251,9 @@ class ModelRunner:
         """Rows and copies of a batch, and its inputs."""
         for state in batch.new_rows:
             self.sampler.start(state)
+        if batch.demotions and self.overflow is not None:
+            below = self.cache.num_blocks
+            self.overflow.put(self.cache.tensor, [(block, place - below) for block, place in batch.demotions])
         if batch.copies:
             self.cache.copy_blocks(batch.copies)
         return self.inputs.build(batch)
@@ -220,7 +271,7 @@ class ModelRunner:
             positions = np.asarray([batch.starts[entry] + batch.counts[entry] for entry in batch.sampling])
             sampled = self.sampler.sample(logits, rows, positions)
             self.inputs.remember(step, sampled.tokens)
-        return DeviceStep(self.device, sampled, prompts)
+        return DeviceStep(self.device, sampled, prompts, step.overflow)
 
     def _sampling_logits(self, hidden: torch.Tensor, step: ForwardInput) -> torch.Tensor:
         rows = step.sample_rows

@@ -24,7 +24,7 @@ from tournant.kvstore.block import Part
 from tournant.workers.errors import ConfigError
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.split import Split
-from tournant.workers.weights import Checkpoint, Cut
+from tournant.workers.weights import Checkpoint, Cut, FilePlace
 
 VOCAB_STEP = 16  # vocabulary rows of a rank are padded to a multiple of this: kernels of matrix products like it
 INNER_STEPS = (GROUP, 16, 8, 1)  # inner columns are dealt out in pieces of the first that leaves every rank one
@@ -194,6 +194,11 @@ class ShardTensors:
         """This rank's part; see `Checkpoint.take_quantized`."""
         whole, cut = self._shard.cut(name, shape)
         return self._checkpoint.take_quantized(name, (whole[0], whole[1]), cut)
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> FilePlace | None:
+        """Where a file has this rank's part, if that is the whole; see `Checkpoint.place`."""
+        whole, cut = self._shard.cut(name, shape)
+        return self._checkpoint.place(name, whole, dtype) if cut is None else None
 
     def unused(self) -> list[str]:
         """Names of this rank's layers that were not taken; what lies outside all layers another rank may have taken."""

@@ -91,6 +91,8 @@ class ShardRunner(ModelRunner):
             self.decoder.join(self.group.stage)
         self.group.wait_for_all()
         super()._set_up()
+        if self.inputs.overflow is not None:
+            self.inputs.overflow.in_group = True
 
     @property
     def num_in_flight(self) -> int:

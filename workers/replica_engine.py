@@ -11,7 +11,7 @@ What it says of itself:
   configuration and files are, unless its GPU has less memory to spare. Only the writer id tells engines apart.
 - `stats` of the latest engine; while there is none nothing runs and nothing is held, so its gauges are zero and only
   its counters stay, for whoever has not read them yet. Counters of the next engine begin at 0, with fewer steps than
-  before: that is how those who add them up know it. `last_step_time` is 0.0 meanwhile: no step is recent.
+  before: that is how those who add them up know it.
 
 Guarantees:
  1. A request's sink hears of one engine only; requests of a dead one end with "error" before another is started.
@@ -30,7 +30,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import START_TIMEOUT_S, EngineClient, OutputSink, ProcessEngineClient
@@ -124,13 +124,10 @@ class ReplicaEngine:
         if self._client is not None and self._client.alive:
             return latest
         tiers = replace(latest.tiers, attached=0, dirty_blocks=0, pressure=0.0)
+        overflow = replace(latest.overflow, used_blocks=0, total_blocks=0)
         names = ("num_running", "num_waiting", "kv_used", "kv_total", "kv_cached", "num_restoring", "queued_tokens")
-        return replace(latest, tiers=tiers, **dict.fromkeys(names, 0))
-
-    @property
-    def last_step_time(self) -> float:
-        """`time.monotonic()` of the present engine's latest step message, 0.0 before its first."""
-        return self._client.last_step_time if self._client is not None and self._client.alive else 0.0
+        gauges: dict[str, Any] = dict.fromkeys(names, 0)
+        return replace(latest, tiers=tiers, overflow=overflow, **gauges)
 
     @property
     def alive(self) -> bool:

@@ -12,6 +12,23 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+_WHOLE = (  # limits of whole numbers, and whether they may be left out
+    ("n", 1, MAX_N, False),
+    ("max_tokens", 0, 1 << 31, True),
+    ("min_tokens", 0, 1 << 31, False),
+    ("top_k", 0, 1 << 31, False),
+    ("seed", -(1 << 63), (1 << 64) - 1, True),
+    ("logprobs", 0, MAX_LOGPROBS, True),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, True),
+)
+_REAL = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +63,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("n", 1, MAX_N),
-            ("max_tokens", 0, 1 << 31),
-            ("min_tokens", 0, 1 << 31),
-            ("top_k", 0, 1 << 31),
-            ("seed", -(1 << 63), (1 << 64) - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):
+        for name, low, high, optional in _WHOLE:
             value = getattr(self, name)
-            if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-        for name, flow, fhigh in (
-            ("temperature", 0.0, 100.0),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-            ("repetition_penalty", 0.01, 100.0),
-        ):
+        for name, flow, fhigh in _REAL:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not flow <= number <= fhigh:
                 raise ValueError(f"{name} is {number!r}; it must be a number from {flow:g} to {fhigh:g}")

@@ -21,17 +21,21 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from tournant.kvstore.errors import InvariantViolation
-from tournant.workers.batch import UNKNOWN_TOKEN, Batch, BatchEntry, RowState, StepResult
+from tournant.workers.batch import Batch, BatchEntry, RowState, StepResult
+from tournant.workers.batch_making import append_tokens, book_prompt_logprobs, chunk_of
 from tournant.workers.block_manager import BlockManager
 from tournant.workers.config import EngineConfig
-from tournant.workers.messages import EngineStats, RequestOutput, TierStats
+from tournant.workers.long_sequences import LongSequences
+from tournant.workers.messages import EngineStats, OverflowStats, RequestOutput, TierStats
+from tournant.workers.overflow_blocks import OverflowBlocks
+from tournant.workers.scheduler_checks import validate_lists
 from tournant.workers.sequence import Sequence, SequenceState
 from tournant.workers.stage_turns import held_back, num_turns
 from tournant.workers.step_outputs import output_of
 from tournant.workers.tiering import Tiering
 
 MAX_PASSED = 16  # sequences that wait for word from lower tiers while others behind them start
-MIN_SHARED_CHUNK = 32  # tokens a prefill gets at least when it shares a step with others
+MAX_LOSSES = 3  # times that a sequence is computed again because the overflow lost blocks of it
 _order = attrgetter("order")
 
 
@@ -60,6 +64,7 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.tiers = tiers
+        self.long = LongSequences(blocks) if isinstance(blocks, OverflowBlocks) else None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting: list[Sequence] = []  # sorted by `order`
         self.running: list[Sequence] = []  # sorted by `order`
@@ -68,7 +73,7 @@ class Scheduler:
         self._turns = num_turns(config)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._step = 0
-        self._copied_from: list[int] = []  # sources of batches that are not booked yet
+        self._held: list[int] = []  # by batches that are not booked yet, in their order
         self._unsent: Batch | None = None  # new rows and their tables that no step has carried yet
         self._booked_at = self._step_s = 0.0
         self._counts = dict.fromkeys(
@@ -79,7 +84,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises InvariantViolation if it could never run in this pool."""
-        if self.blocks.blocks_for(max(sequence.num_prompt, sequence.max_total - 1)) > self.blocks.num_blocks:
+        if self.blocks.blocks_for(max(sequence.num_prompt, sequence.max_total - 1)) > self.blocks.capacity:
             raise InvariantViolation(f"a sequence of {sequence.max_total} tokens does not fit the pool")
         bisect.insort(self.waiting, sequence, key=_order)
 
@@ -90,8 +95,8 @@ class Scheduler:
 
     def give_up(self, reason: str) -> None:
         """End every sequence at once; no batch in flight will be booked any more (they failed or were dropped)."""
-        self.blocks.release_held(self._copied_from)
-        self._copied_from.clear()
+        self.blocks.release_held(self._held)
+        self._held.clear()
         self._unsent = None
         for sequence in self.waiting + self.restoring + self.running + self._draining:
             sequence.num_in_flight = sequence.num_pending = 0
@@ -99,6 +104,8 @@ class Scheduler:
                 self._release_drained(sequence)
             else:
                 self._finish(sequence, reason)
+        if self.long is not None:
+            self.long.forget_all()
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +123,7 @@ class Scheduler:
             num_steps=self._step,
             num_restoring=len(self.restoring),
             queued_tokens=sum(len(s.token_ids) for s in self.waiting) + sum(s.num_to_schedule for s in self.running),
+            overflow=OverflowStats() if self.long is None else self.long.stats(),
             tiers=TierStats() if self.tiers is None else self.tiers.stats(now),
             **self._counts,
         )
@@ -157,32 +165,39 @@ class Scheduler:
             decodes -= sequence.num_to_schedule == 1
             count = self._chunk(sequence, batch, reserved=decodes)
             while count and not self._grow(sequence, count, batch):
-                if sum(self._needs(sequence, count)) <= self.blocks.num_free + self.blocks.num_coming:
-                    count = 0  # copies under way give enough of them back in a moment
+                coming = sum(self._needs(sequence, count)) <= self.blocks.num_free + self.blocks.num_coming
+                if coming or (sequence.num_in_flight and self._long_for(sequence)):
+                    count = 0  # copies, or its own steps, that are under way make room in a moment
                     break
                 victim = max(self.running[-1:] + self.restoring[-1:], key=_order)
-                if victim.state is SequenceState.RUNNING and self.tiers is not None:
+                if victim.state is SequenceState.RUNNING and self.tiers is not None and not self._long_for(victim):
                     self.tiers.preempted(victim, now)
                 self._preempt(victim)
                 preempted = True
                 if victim is sequence:
                     count = 0
             if count:
-                self._append(batch, sequence, count)
+                self._counts["prompt_tokens"] += append_tokens(batch, sequence, count)
+                if (long := self._long_for(sequence)) is not None:
+                    self._hold(long.shrink(sequence, self._others(sequence), batch), batch)
         return preempted
 
     def _chunk(self, sequence: Sequence, batch: Batch, reserved: int = 0) -> int:
-        """Tokens of this sequence in this batch, `reserved` ones left for decodes that come later in the order.
-
-        A long prompt leaves half of a step to others, so that a short one behind it need not wait for its end.
-        """
+        """Tokens of this sequence in this batch, `reserved` ones left for decodes that come later in the order."""
         wanted = 0 if sequence.outgrew_rope else sequence.num_to_schedule
-        room = self.config.max_num_batched_tokens - batch.num_tokens
-        if wanted > 1:
-            room -= reserved
-        if wanted > 1 and len(self.waiting) + len(self.running) > 1:
-            room = min(room, max(self.config.max_num_batched_tokens // 2, MIN_SHARED_CHUNK))
-        return max(0, min(wanted, room))
+        shares = len(self.waiting) + len(self.running) > 1
+        count = chunk_of(wanted, self.config.max_num_batched_tokens, batch.num_tokens, reserved, shares=shares)
+        long = self._long_for(sequence) if count else None
+        return count if long is None else min(count, long.room(sequence, self._others(sequence)))
+
+    def _long_for(self, sequence: Sequence) -> LongSequences | None:
+        """Who gives this sequence its room, if it is larger than the device."""
+        return self.long if self.long is not None and self.long.is_long(sequence) else None
+
+    def _others(self, sequence: Sequence) -> int:
+        """Sequences beside this one that hold or want blocks."""
+        beside = len(self.running) + len(self.restoring) + len(self.waiting[:2])
+        return beside - (sequence.state is not SequenceState.RESTORING)
 
     def _needs(self, sequence: Sequence, count: int) -> tuple[int, bool]:
         """(blocks behind its table, whether the one it writes next needs a private copy) for the next tokens."""
@@ -196,46 +211,27 @@ class Scheduler:
         table = sequence.block_table
         first = sequence.num_scheduled // self.blocks.block_tokens
         fresh, copies = self._needs(sequence, count)
-        if fresh + copies > self.blocks.num_free:
+        if (long := self._long_for(sequence)) is not None:
+            blocks = long.make_room(sequence, fresh + copies, self._others(sequence), batch)
+        else:
+            blocks = self.blocks.allocate(fresh + copies)
+        if blocks is None:
             return False
         if copies:
-            self.blocks.hold(table[first : first + 1])  # until the step is booked: no load may write it before
-            pair = self.blocks.replace_for_write(table, first)
-            if pair is None:
-                raise InvariantViolation("a free block vanished between the check and its use")
-            batch.copies.append(pair)
-            self._copied_from.append(pair[0])
+            source, table[first] = table[first], blocks.pop(0)
+            self._hold([source], batch)  # no load may write it before the step is booked
+            batch.copies.append((source, table[first]))
             batch.block_updates.append((sequence.row, first, [table[first]]))
-        if fresh > 0:
-            blocks = self.blocks.allocate(fresh)
-            if blocks is None:
-                raise InvariantViolation("free blocks vanished between the check and their use")
+        if blocks:
             batch.block_updates.append((sequence.row, len(table), blocks))
             table.extend(blocks)
         return True
 
-    def _append(self, batch: Batch, sequence: Sequence, count: int) -> None:
-        start, known = sequence.num_scheduled, len(sequence.token_ids)
-        end = start + count
-        samples = end == sequence.num_tokens and sequence.num_tokens < sequence.max_total
-        entry = BatchEntry(sequence, sequence.epoch, start, count, samples)
-        index = len(batch.entries)
-        batch.entries.append(entry)
-        batch.rows.append(sequence.row)
-        batch.starts.append(start)
-        batch.counts.append(count)
-        batch.rope_offsets.append(sequence.rope_offset)
-        batch.token_ids.extend(sequence.token_ids[start:end])
-        batch.token_ids.extend([UNKNOWN_TOKEN] * (end - max(known, start)))
-        if sequence.prompt_logprobs is not None and start < sequence.num_prompt:
-            following = sequence.token_ids[end] if end < sequence.num_prompt else None
-            batch.prompt_logprobs.append((index, sequence.params.prompt_logprobs or 0, following))
-        if samples:
-            batch.sampling.append(index)
-            sequence.num_pending += 1
-        sequence.num_scheduled = end
-        sequence.num_in_flight += 1
-        self._counts["prompt_tokens"] += max(0, min(end, sequence.num_prompt) - start)
+    def _hold(self, blocks: list[int], batch: Batch) -> None:
+        """References that a sequence had belong to a batch until it is booked."""
+        self.blocks.become_held(blocks)
+        self._held += blocks
+        batch.held += blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         (self.running if sequence.state is SequenceState.RUNNING else self.restoring).remove(sequence)
@@ -257,7 +253,7 @@ class Scheduler:
             if batch.num_tokens >= self.config.max_num_batched_tokens:
                 return
             sequence = self.waiting[index]
-            if self._must_wait_for_parent(sequence):
+            if sequence.waits_for_parent:
                 index += 1
                 continue
             turn = _Turn.NO_ROOM
@@ -272,15 +268,6 @@ class Scheduler:
             del self.waiting[index]
             bisect.insort(self.running if turn is _Turn.STARTED else self.restoring, sequence, key=_order)
 
-    @staticmethod
-    def _must_wait_for_parent(sequence: Sequence) -> bool:
-        parent = sequence.fork_of
-        if parent is None or sequence.num_preemptions:
-            return False
-        if parent.state in (SequenceState.WAITING, SequenceState.RESTORING):
-            return parent.num_preemptions == 0
-        return parent.state is SequenceState.RUNNING and parent.num_computed < parent.num_prompt
-
     def _start(self, sequence: Sequence, batch: Batch, now: float, *, is_next: bool) -> _Turn:
         """Give a waiting sequence its cached blocks, a row, and a place in the batch, or begin to restore what lower
         tiers have of it. WAITS, NO_ROOM: it holds nothing.
@@ -288,6 +275,8 @@ class Scheduler:
         if sequence.outgrew_rope:
             self._switch_rope(sequence)
         shared = self._shareable(sequence)
+        if len(shared) * self.blocks.block_tokens >= sequence.num_tokens and self.blocks.is_below(shared[-1]):
+            del shared[-1]  # it would be written, which only blocks of the device can be
         num_cached = min(len(shared) * self.blocks.block_tokens, sequence.num_tokens - 1)
         below: int | None = 0
         if self.tiers is not None:
@@ -296,6 +285,8 @@ class Scheduler:
             return _Turn.WAITS
         keep_free = len(self.running)  # a step of growth for those that run, so that admission does not preempt them
         needed = self.blocks.blocks_for(sequence.num_tokens) - num_cached // self.blocks.block_tokens
+        if (long := self._long_for(sequence)) is not None:
+            needed = long.admission_blocks(needed, shared)
         available = self.blocks.num_free - self.blocks.num_unreferenced(shared)
         alone = not self.running and not self.restoring
         if needed + keep_free > available and (not alone or needed > available):
@@ -314,7 +305,7 @@ class Scheduler:
         count = self._chunk(sequence, batch)
         if not self._grow(sequence, count, batch):
             raise InvariantViolation("admission counted more free blocks than there are")
-        self._append(batch, sequence, count)
+        self._counts["prompt_tokens"] += append_tokens(batch, sequence, count)
         return _Turn.STARTED
 
     def _switch_rope(self, sequence: Sequence) -> None:
@@ -376,7 +367,13 @@ class Scheduler:
         not to be asked for them. shared: what `_shareable` says, if it was asked already.
         """
         forks = sequence.fork_of is not None and not sequence.num_preemptions
-        if forks or sequence.outgrew_rope or sequence.prompt_logprobs or not self.blocks.enable_prefix_caching:
+        if (
+            self._long_for(sequence)
+            or forks
+            or sequence.outgrew_rope
+            or sequence.prompt_logprobs
+            or not self.blocks.enable_prefix_caching
+        ):
             return 0, []
         first = len(self._shareable(sequence) if shared is None else shared)
         full = (sequence.num_tokens - 1) // self.blocks.block_tokens
@@ -394,7 +391,8 @@ class Scheduler:
             return []
         full = (sequence.num_tokens - 1) // self.blocks.block_tokens
         sequence.extend_keys(full, self.blocks.block_tokens)
-        return self.blocks.match(sequence.keys[:full])
+        long = self._long_for(sequence)
+        return self.blocks.match(sequence.keys[:full]) if long is None else long.match(sequence.keys[:full])
 
     # ---------------------------------------------------------------- results
 
@@ -402,13 +400,9 @@ class Scheduler:
         """Book a finished batch: seal full blocks, append tokens, end what is done. Outputs are in batch order."""
         outputs: list[RequestOutput] = []
         self._observe(batch, now)
-        for index, _, _ in batch.prompt_logprobs:
-            entry = batch.entries[index]
-            prompt_logprobs = entry.sequence.prompt_logprobs
-            if prompt_logprobs is not None:
-                following = range(entry.start + 1, len(prompt_logprobs))  # a chunk may reach beyond the prompt
-                for place, item in zip(following, result.prompt_logprobs[index], strict=False):
-                    prompt_logprobs[place] = item
+        if self.long is not None:
+            self.long.observe(result)
+        book_prompt_logprobs(batch, result)
         tokens = dict(zip(batch.sampling, range(len(result.token_ids)), strict=True))
         for index, entry in enumerate(batch.entries):
             sequence = entry.sequence
@@ -419,13 +413,15 @@ class Scheduler:
             if sequence.state is SequenceState.FINISHED:
                 self._release_drained(sequence)
                 continue
+            if index in result.lost or entry.epoch <= sequence.lost_epoch:
+                outputs += self._lose(entry, result.lost.get(index, frozenset()))
+                continue
             if entry.epoch == sequence.epoch:
                 sequence.num_computed += entry.count
-                if position is not None:
-                    sequence.token_ids.append(result.token_ids[position])
-                self._seal(sequence)
-            elif position is not None:
+            if position is not None:
                 sequence.token_ids.append(result.token_ids[position])
+            if entry.epoch == sequence.epoch:
+                self._seal(sequence)
             self._counts["generation_tokens"] += position is not None
             output = output_of(sequence, position, result, now, self.eos_token_ids)
             if output is None:
@@ -435,11 +431,25 @@ class Scheduler:
                 self._finish(sequence, output.finish_reason)
         return outputs
 
+    def _lose(self, entry: BatchEntry, lost: frozenset[int]) -> list[RequestOutput]:
+        """Blocks below that a step of a sequence needed could not be read: it is computed again from its tokens."""
+        sequence = entry.sequence
+        if self.long is not None and lost:
+            self.long.forget(lost)
+            sequence.num_losses += 1
+        sequence.lost_epoch = max(sequence.lost_epoch, entry.epoch)
+        if sequence.num_losses > MAX_LOSSES:
+            self._finish(sequence, "error")
+            problem = f"KV that lay below the device was lost {sequence.num_losses} times; see the log and the disk"
+            return [RequestOutput(sequence.request.request_id, sequence.index, [], "error", error=problem)]
+        if sequence.epoch == entry.epoch and sequence.state is SequenceState.RUNNING:
+            self._preempt(sequence)
+        return []
+
     def _observe(self, batch: Batch, now: float) -> None:
         """A step is over: what it copied from is free, and what it cost is known."""
-        sources = [source for source, _ in batch.copies]
-        del self._copied_from[: len(sources)]  # batches are booked in the order they were made
-        self.blocks.release_held(sources)
+        del self._held[: len(batch.held)]  # batches are booked in the order they were made
+        self.blocks.release_held(batch.held)
         self._step_s = now - max(batch.scheduled_at, self._booked_at)
         self._booked_at = now
         if self.tiers is not None:
@@ -475,26 +485,14 @@ class Scheduler:
             sequence.row = -1
         self._draining.remove(sequence)
 
-    # ---------------------------------------------------------------- checks
-
     def validate(self) -> None:
         """Recount everything: sequences, rows, blocks, order. Raises InvariantViolation."""
-        everyone = self.waiting + self.restoring + self.running + self._draining
-        for sequence in everyone:
-            sequence.validate(self.blocks.block_tokens)
-        held = [self._copied_from, *(() if self.tiers is None else self.tiers.held())]
-        self.blocks.validate((sequence.block_table for sequence in everyone), held)
+        lists = {
+            SequenceState.WAITING: self.waiting,
+            SequenceState.RESTORING: self.restoring,
+            SequenceState.RUNNING: self.running,
+        }
+        held = [self._held, *(() if self.tiers is None else self.tiers.held())]
+        validate_lists(lists, self._draining, self.blocks, held, self._free_rows, self.config.max_num_seqs)
         if self.tiers is not None:
             self.tiers.validate()
-        rows = self._free_rows + [s.row for s in everyone if s.row >= 0]
-        if sorted(rows) != list(range(self.config.max_num_seqs)):
-            raise InvariantViolation(f"rows {sorted(rows)} are not each free or held once")
-        for sequences in (self.waiting, self.restoring, self.running):
-            if sorted(sequences, key=_order) != sequences:
-                raise InvariantViolation("waiting, restoring or running sequences are out of order")
-        if any(s.state is not SequenceState.WAITING or s.block_table for s in self.waiting):
-            raise InvariantViolation("a waiting sequence holds blocks")
-        if any(s.state is not SequenceState.RUNNING for s in self.running) or any(
-            s.state is not SequenceState.RESTORING for s in self.restoring
-        ):
-            raise InvariantViolation("a sequence in the list of running or restoring ones is in another state")

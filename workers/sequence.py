@@ -47,7 +47,9 @@ class Sequence:
     arrival: order of arrival, unique in an engine; max_total: tokens after which it ends by length;
     keys: key chain of its full blocks as far as known, rooted at `namespace`; rope_switch: None once it has
     happened; rope_offset: added to positions to find their rows in the RoPE tables; num_scheduled: tokens whose KV is
-    computed or being computed by batches in flight; row: place in the runner's per-sequence tables, -1 without one;
+    computed or being computed by batches in flight; num_below: leading blocks that are known to lie in the overflow;
+    num_losses: how often blocks of it were lost there; lost_epoch: what batches of this epoch or before yield of it
+    means nothing; row: place in the runner's per-sequence tables, -1 without one;
     epoch: grows at each preemption, so that a batch in flight can tell that the blocks it wrote are gone;
     fork_of: the first answer of the same request, whose prompt blocks this one may share; cached_by_tier: prompt tokens
     of `cached_tokens` by where they were found (device, host, NVMe).
@@ -71,6 +73,9 @@ class Sequence:
     num_pending: int = 0
     num_in_flight: int = 0
     num_sealed: int = 0
+    num_below: int = 0
+    num_losses: int = 0
+    lost_epoch: int = -1
     num_preemptions: int = 0
     epoch: int = 0
     row: int = -1
@@ -123,6 +128,16 @@ class Sequence:
         """True when its KV must be computed again with the long RoPE frequencies before it can go on."""
         return self.rope_switch is not None and self.num_tokens > self.rope_switch.at
 
+    @property
+    def waits_for_parent(self) -> bool:
+        """True while a fork should wait for the prompt's blocks that its parent is about to have."""
+        parent = self.fork_of
+        if parent is None or self.num_preemptions:
+            return False
+        if parent.state in (SequenceState.WAITING, SequenceState.RESTORING):
+            return parent.num_preemptions == 0
+        return parent.state is SequenceState.RUNNING and parent.num_computed < parent.num_prompt
+
     def switch_rope(self) -> None:
         """Use the long frequencies from now on. Its computed KV must be dropped by the caller."""
         if self.rope_switch is None:
@@ -143,7 +158,7 @@ class Sequence:
     def drop_progress(self) -> list[int]:
         """Forget all computed KV (preemption or end). Returns the block table the caller must release."""
         table, self.block_table = self.block_table, []
-        self.num_computed = self.num_scheduled = self.num_sealed = 0
+        self.num_computed = self.num_scheduled = self.num_sealed = self.num_below = 0
         self.epoch += 1
         return table
 

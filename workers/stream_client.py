@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,7 +38,6 @@ class StreamEngineClient(StreamEnd):
         self._facts: EngineFacts | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stats = EngineStats()
-        self._last_step_time = 0.0
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._ids = itertools.count(1)
         self._over: asyncio.Future[str] = self._loop.create_future()
@@ -86,11 +84,6 @@ class StreamEngineClient(StreamEnd):
     def stats(self) -> EngineStats:
         """See `EngineClient.stats`; at most a beat old."""
         return self._stats
-
-    @property
-    def last_step_time(self) -> float:
-        """`time.monotonic()` of the latest step that was seen to be made, 0.0 before the first."""
-        return self._last_step_time
 
     @property
     def alive(self) -> bool:
@@ -208,7 +201,5 @@ class StreamEngineClient(StreamEnd):
 
     def _take_step(self, message: list[Any]) -> None:
         step = step_from_wire(message)
-        if step.outputs or step.stats.num_steps != self._stats.num_steps:
-            self._last_step_time = time.monotonic()
         self._stats = step.stats
         self._open.deliver(step.outputs)

@@ -52,12 +52,23 @@ class Cut:
                 raise ValueError(f"{part} is no ascending range of whole numbers")
 
 
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """Bytes of a file."""
+
+    file: Path
+    offset: int
+    num_bytes: int
+
+
 class Tensors(Protocol):
     """What a model takes its weights from. See `Checkpoint`."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
     def take_quantized(self, name: str, shape: tuple[int, int]) -> tuple[str, torch.Tensor] | None: ...
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> FilePlace | None: ...
 
     @property
     def has_quantized(self) -> bool: ...
@@ -70,6 +81,7 @@ class _Entry:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 class Checkpoint:
@@ -117,6 +129,13 @@ class Checkpoint:
             raise ModelFormatError(f"{entry.file}: tensor {name} exceeds float16; choose bfloat16 or float32")
         self._taken.add(name)
         return tensor
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> FilePlace | None:
+        """Where a file has the bytes that `take` returns, as long as nobody changes it; None where none has them so."""
+        entry = self._entries.get(name)
+        if entry is None or entry.shape != shape or DTYPES.get(entry.dtype) is not dtype:
+            return None
+        return FilePlace(entry.file, entry.offset, prod(shape) * dtype.itemsize)
 
     @property
     def has_quantized(self) -> bool:
@@ -238,7 +257,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise ModelFormatError(f"{path}: its header is a {type(header).__name__}, not an object of tensors by name")
     header.pop("__metadata__", None)
-    return {name: _checked(path, name, item, size - 8 - length) for name, item in header.items()}
+    return {name: _checked(path, name, item, 8 + length, size) for name, item in header.items()}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,8 +269,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return items
 
 
-def _checked(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
-    where = f"{path}: tensor {name}"
+def _checked(path: Path, name: str, item: Any, start: int, size: int) -> _Entry:
+    """A tensor's entry, of a file of `size` bytes whose tensors begin at `start`."""
+    where, data_bytes = f"{path}: tensor {name}", size - start
     if not isinstance(item, dict) or not isinstance(item.get("dtype"), str):
         raise ModelFormatError(f"{where}: dtype is missing")
     shape, offsets = item.get("shape"), item.get("data_offsets")
@@ -267,7 +287,7 @@ def _checked(path: Path, name: str, item: Any, data_bytes: int) -> _Entry:
     item_bytes = ITEM_BYTES.get(item["dtype"])
     if item_bytes is not None and prod(shape) * item_bytes != offsets[1] - offsets[0]:
         raise ModelFormatError(f"{where}: {item['dtype']} {shape} does not fill its {offsets[1] - offsets[0]} bytes")
-    return _Entry(path, item["dtype"], tuple(shape))
+    return _Entry(path, item["dtype"], tuple(shape), start + offsets[0])
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

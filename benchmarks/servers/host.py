@@ -39,6 +39,7 @@ Build = Callable[[dict[str, Any]], Awaitable[Hosted]]
 async def _serve(build: Build, answers: TextIO) -> None:
     hosted = await build(json.loads(sys.argv[1]))
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only where a socket names TCP
     server = uvicorn.Server(hosted.config)
 
     def watch_stdin() -> None:

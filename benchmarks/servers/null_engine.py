@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 
 from tournant.kvstore.block import Namespace
@@ -35,7 +34,6 @@ class NullEngineClient:
             namespace=Namespace(b"w" * 32, "bf16", "null", b"l" * 32),
         )
         self.stats = EngineStats()
-        self.last_step_time = 0.0
         self.alive = True
         self.restarting = False
         self.prefill_tokens = 0
@@ -78,7 +76,6 @@ class NullEngineClient:
 
     def _step(self) -> None:
         self._scheduled = False
-        self.last_step_time = time.monotonic()
         for request_id, (sink, made, wanted) in list(self._running.items()):
             output = RequestOutput(request_id, 0, [self._tokens[made % len(self._tokens)]])
             made += 1

@@ -30,15 +30,16 @@ struct plan {
     float *partials; /* [num_partials][head_size + PARTIAL_EXTRA]: sums, maximum, total */
     int64_t num_seqs, max_blocks, num_heads, num_kv_heads, block_tokens, head_size;
     int64_t num_units, num_splits, num_partials;
+    int64_t first_piece, end_piece; /* of every sequence only these are walked; end_piece 0: all */
 };
 /* Query tokens of one sequence x heads of one KV head, over a range of pieces. */
 struct unit {
     int32_t seq, kv_head, token, num_tokens, piece, piece_end;
-    int64_t partial; /* first partial row, or -1: all pieces are here, write the output */
+    int64_t partial; /* first partial row, or -1: all pieces of the walk are here */
 };
 /* A tile whose pieces were done by several units. */
 struct split {
-    int32_t seq, kv_head, token, num_tokens, num_pieces, reserved;
+    int32_t seq, kv_head, token, num_tokens, piece, piece_end;
     int64_t partial;
 };
 /* One layer's tensors. */
@@ -52,7 +53,12 @@ struct layer {
     int64_t window;                                            /* keys a row sees, itself included; 0: all before it */
     float scale, softcap;                                      /* softcap 0: none */
     int64_t num_threads;
+    const int64_t *addresses; /* [num_seqs][max_blocks]: bytes from kv to each block's K of this layer; null: by id */
+    float *state;             /* [rows][num_heads][head_size + PARTIAL_EXTRA]: of walks that end before a row's last key */
 };
+
+/* Pieces of a tile of query tokens whose last one sees `limit` keys. */
+INLINE int num_pieces(int64_t limit) { return (limit + PIECE - 1) / PIECE; }
 
 static int tile_tokens(int group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
 
@@ -67,7 +73,10 @@ static void cut(struct plan *p, struct unit *units, struct split *splits, int nu
             if (!count) continue;
             for (int token = (count - 1) / tokens * tokens; token >= 0; token -= tokens) {
                 int here = count - token < tokens ? count - token : tokens;
-                int pieces = (past + token + here + PIECE - 1) / PIECE, rows = here * group;
+                int from = p->first_piece, to = num_pieces(past + token + here), rows = here * group;
+                if (p->end_piece && p->end_piece < to) to = p->end_piece;
+                int pieces = to - from;
+                if (pieces <= 0) continue;
                 double work = (double)pieces * (rows + 8); /* 8: preparing a piece costs about as much as 8 rows */
                 if (pass == 0) {
                     total += work * p->num_kv_heads;
@@ -80,12 +89,12 @@ static void cut(struct plan *p, struct unit *units, struct split *splits, int nu
                     for (int i = 0; i < parts; i++) {
                         int first = (int64_t)pieces * i / parts, last = (int64_t)pieces * (i + 1) / parts;
                         if (units)
-                            units[p->num_units] = (struct unit){s, h, token, here, first, last,
+                            units[p->num_units] = (struct unit){s, h, token, here, from + first, from + last,
                                                                 parts > 1 ? partial + (int64_t)first * rows : -1};
                         p->num_units++;
                     }
                     if (parts == 1) continue;
-                    if (splits) splits[p->num_splits] = (struct split){s, h, token, here, pieces, 0, partial};
+                    if (splits) splits[p->num_splits] = (struct split){s, h, token, here, from, to, partial};
                     p->num_splits++;
                     p->num_partials += (int64_t)pieces * rows;
                 }

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 
 from tournant.kernels.layers import FusedLayers, LayerParts
-from tournant.kernels.plan import AttentionPlan
+from tournant.kernels.plan import PARTIAL_EXTRA, AttentionPlan
 from tournant.kernels.quantized import KINDS, QuantizedMatrix
 from tournant.kernels.reference import row_error
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-_PLAN = struct.Struct("6P9q")  # struct plan
-_LAYER = struct.Struct("5P7qffq")  # struct layer
+_PLAN = struct.Struct("6P11q")  # struct plan
+_LAYER = struct.Struct("5P7qffq2P")  # struct layer
 _STORE = struct.Struct("9P16q")  # struct store
 _MATRIX = struct.Struct("2P3q")  # struct matrix
 _PRODUCT = struct.Struct("2P6q")  # struct product
@@ -33,7 +33,6 @@ _FORMS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # enum form; 0: the typ
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum type
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
 _UNIT_BYTES = _SPLIT_BYTES = 32
-_PARTIAL_EXTRA = 16  # floats beside the sums of a partial row
 
 _P, _Q, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
 
@@ -224,12 +223,12 @@ class NativeKernels:
             plan.layout.block_tokens,
             plan.layout.head_size,
         ]
-        packed = ctypes.create_string_buffer(_PLAN.pack(*pointers, 0, 0, 0, *sizes, 0, 0, 0), _PLAN.size)
+        packed = ctypes.create_string_buffer(_PLAN.pack(*pointers, 0, 0, 0, *sizes, 0, 0, 0, *plan.pieces), _PLAN.size)
         self._cut(packed, None, None, threads)
         num_units, num_splits, num_partials = struct.unpack_from("3q", packed, _COUNTS_AT)
         units = np.empty(num_units * _UNIT_BYTES, np.uint8)
         splits = np.empty(num_splits * _SPLIT_BYTES, np.uint8)
-        partials = torch.empty(num_partials * (plan.layout.head_size + _PARTIAL_EXTRA), dtype=torch.float32)
+        partials = torch.empty(num_partials * (plan.layout.head_size + PARTIAL_EXTRA), dtype=torch.float32)
         self._cut(packed, units.ctypes.data, splits.ctypes.data, threads)
         struct.pack_into("3P", packed, 3 * 8, units.ctypes.data, splits.ctypes.data, partials.data_ptr())
         return NativePlan(packed, units, splits, partials)
@@ -271,8 +270,47 @@ class NativeKernels:
             scale,
             softcap,
             torch.get_num_threads(),
+            0,
+            0,
         )
         self._paged_attention[q.dtype](ctypes.addressof(native.packed), packed)
+
+    def walk_pieces(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        form: torch.Tensor,
+        addresses: npt.NDArray[np.int64],
+        plan: AttentionPlan,
+        scale: float,
+        window: int,
+        softcap: float,
+        state: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """form: a KV tensor of the kind that lies at the addresses, int64 [S, blocks], of one layer's K."""
+        if plan.native is None:
+            plan.native = self.prepare(plan)
+        packed = _LAYER.pack(
+            q.data_ptr(),
+            0,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0,
+            q.stride(0),
+            out.stride(0),
+            0,
+            form.stride(2),
+            0,
+            _FORMS.get(form.dtype, 0),
+            window,
+            scale,
+            softcap,
+            torch.get_num_threads(),
+            addresses.ctypes.data,
+            0 if state is None else state.data_ptr(),
+        )
+        self._paged_attention[q.dtype](ctypes.addressof(plan.native.packed), packed)
 
     def quantized_linear(self, out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
         product = _PRODUCT.pack(

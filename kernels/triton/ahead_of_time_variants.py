@@ -9,8 +9,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from tournant.kernels.flash_attention import Rule
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import make_plan
+from tournant.kernels.triton import flash_attention
 from tournant.kernels.triton.backend import TritonKernels
 from tournant.kernels.triton.card import Card
 
@@ -72,6 +74,22 @@ def attention(
     label += ", few queries" if kind == "chunk" else ""
     shape = (dtype, kv_dtype or dtype, head_size, block_tokens, window, softcap)
     return Variant(label, lambda card: _attention(card, queries, context, *shape))
+
+
+def _training(card: Card, dtype: torch.dtype, head_size: int, rule: Rule) -> None:
+    q, k, v = (torch.empty(1, heads, 4096, head_size, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out, lse = flash_attention.forward(q, k, v, rule, card)
+    flash_attention.backward(out, q, k, v, out, lse, rule, card)
+
+
+def training(
+    dtype: torch.dtype, head_size: int, *, causal: bool = True, window: int = 0, softcap: float = 0.0
+) -> Variant:
+    """Forward, dq and dk/dv of 4096 tokens."""
+    label = f"{SHORT[dtype]} head {head_size}" + ("" if causal else ", not causal")
+    label += (f", window {window}" if window else "") + (", soft-cap" if softcap else "")
+    rule = Rule(0.1, causal, window, softcap)
+    return Variant(label, partial(_training, dtype=dtype, head_size=head_size, rule=rule))
 
 
 def _store(card: Card, dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, fused: bool) -> None:
@@ -136,6 +154,7 @@ def quick_variants() -> list[Variant]:
         for dtype in (torch.bfloat16, torch.float16)
     ]
     found += [attention("decode", torch.bfloat16, 128, kv_dtype=torch.float8_e4m3fn)]
+    found += [training(torch.bfloat16, 64), training(torch.bfloat16, 128)]
     return found + _small(torch.bfloat16, 128) + _others(torch.bfloat16)
 
 
@@ -150,6 +169,8 @@ def full_variants() -> list[Variant]:
             found += [attention(kind, bf16, 128, kv_dtype=kv_dtype, block_tokens=tokens) for tokens in (16, 64)]
         found += [attention(kind, bf16, 128, window=4096), attention(kind, bf16, 256, window=4096, softcap=50.0)]
     found += [attention("chunk", bf16, size) for size in (64, 128)]
+    found += [training(dtype, size) for size in (64, 80, 128, 256) for dtype in (bf16, fp16, fp32)]
+    found += [training(bf16, 128, causal=False), training(bf16, 128, window=4096), training(bf16, 256, softcap=50.0)]
     for dtype in (bf16, fp32):
         found += [variant for size in (64, 80, 96, 128, 256) for variant in _small(dtype, size)]
     return found + _others(bf16)

@@ -71,8 +71,10 @@ class RayCluster:
 
 
 @contextmanager
-def run_cluster() -> Iterator[RayCluster]:
-    """A Ray of this process's own with one node, which ends with the block."""
+def run_cluster(**system: Any) -> Iterator[RayCluster]:
+    """A Ray of this process's own with one node, which ends with the block. system: more of Ray's system
+    configuration; with `gcs_storage="rocksdb"` what the GCS knows is in the cluster's folder.
+    """
     folder = Path("/tmp", f"c{os.getpid()}")
     folder.mkdir(mode=0o700)
     environment = {
@@ -85,9 +87,11 @@ def run_cluster() -> Iterator[RayCluster]:
         for name, value in environment.items():
             patch.setenv(name, value)
         (folder / "ray").mkdir()
+        if "gcs_storage" in system:
+            system["gcs_storage_path"] = str(folder / "gcs")
         head = {
             **NODE, "resources": {"head": 8}, "labels": {"name": "head"}, "include_dashboard": False,
-            "temp_dir": str(folder / "ray"), "plasma_directory": str(folder), "_system_config": HEALTH,
+            "temp_dir": str(folder / "ray"), "plasma_directory": str(folder), "_system_config": HEALTH | system,
         }  # fmt: skip
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:

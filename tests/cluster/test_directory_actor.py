@@ -21,7 +21,7 @@ from tournant.cluster.node_store import StorePlan
 from tournant.cluster.node_store_actor import find_store, stop_store
 from tournant.kvstore.client import StoreClient, connect
 from tournant.kvstore.config import StoreConfig
-from tournant.kvstore.directory import Announcement, DirectoryConfig, shard_of
+from tournant.kvstore.directory import Announcement, DirectoryConfig, Position, shard_of
 
 pytestmark = [
     pytest.mark.ray,
@@ -125,9 +125,9 @@ def test_a_router_gets_the_changes_under_numbers_that_it_can_know(stores: Stores
     stores.write("a", chain)
     until(lambda: stores.holders(chain))
     actor = stores.shards[shard_of(chain[0], NUM_SHARDS)]
-    changes = ray.get(actor.changes_since.remote(0), timeout=PATIENCE_S)
+    changes = ray.get(actor.changes_since.remote(Position(0)), timeout=PATIENCE_S)
     assert changes.start_over
-    assert (chain[0], (number_of(stores.cluster.node_id("a")),), ()) in changes.entries
+    assert (chain[0], (number_of(stores.cluster.node_id("a")),), ()) in changes.older
 
 
 def test_a_killed_store_leaves_no_entries_and_its_successor_is_heard(stores: Stores) -> None:

@@ -14,7 +14,7 @@ from tests.kvstore.store_harness import keys
 from tournant.cluster import index_feed
 from tournant.cluster.index_feed import ABSENT_S, POLL_S, START, IndexFeed, NoAnswer, shared_feed
 from tournant.cluster.router_index import DirectoryCopy, IndexConfig, Prefix, RouterIndex
-from tournant.kvstore.directory import Announcement, Changes, Directory, DirectoryConfig, shard_of
+from tournant.kvstore.directory import Announcement, Changes, Directory, DirectoryConfig, Position, shard_of
 from tournant.workers.errors import ConfigError
 
 CHAIN = [key[:-2] + b"\x01\x01" for key in keys(12)]
@@ -25,7 +25,7 @@ PLENTY, FEW = DirectoryConfig(max_keys=24, log_keys=6, changes=100), DirectoryCo
 
 def copy_with(*entries: tuple[bytes, tuple[int, ...], tuple[int, ...]]) -> DirectoryCopy:
     copy = DirectoryCopy(1)
-    copy.apply(0, Changes(1, True, (), entries))
+    copy.apply(0, Changes(Position(1), True, (), entries))
     return copy
 
 
@@ -117,8 +117,12 @@ def test_a_hint_has_hints_of_all_before_it(notes: list[tuple[int, int]], most: i
 
 def test_the_copy_keeps_what_was_said_last() -> None:
     copy = DirectoryCopy(1, max_keys=8)
-    copy.apply(0, Changes(1, True, (), tuple((key, (1,), ()) for key in reversed(CHAIN[:8]))))
-    copy.apply(0, Changes(2, False, (), ((CHAIN[8], (1,), ()),)))
+    first, second = (tuple((key, (1,), ()) for key in reversed(part)) for part in (CHAIN[4:8], CHAIN[:4]))
+    copy.apply(0, Changes(Position(1), True, (), (), first))
+    assert not copy.full(0)
+    copy.apply(0, Changes(Position(1), False, (), (), second))
+    assert copy.full(0)
+    copy.apply(0, Changes(Position(2), False, (), ((CHAIN[8], (1,), ()),)))
     copy.validate()
     assert [sum(run.num_keys for run in copy.runs([key], 0)) for key in CHAIN[:9]] == [0] + [1] * 8
 
@@ -140,7 +144,7 @@ class Shards:
         self.lives = 0
         self.cores = [self._new() for _ in range(SHARDS)]
         self.answers: dict[int, NoAnswer] = {}
-        self.asked: list[Mapping[int, int]] = []
+        self.asked: list[Mapping[int, Position]] = []
         self._seq: dict[tuple[int, int], int] = {}
 
     def _new(self) -> Directory:
@@ -160,7 +164,7 @@ class Shards:
             if not answers:
                 return
 
-    def read(self, positions: Mapping[int, int]) -> Mapping[int, Changes | NoAnswer]:
+    def read(self, positions: Mapping[int, Position]) -> Mapping[int, Changes | NoAnswer]:
         self.asked.append(dict(positions))
         return {
             shard: self.answers.get(shard) or self.cores[shard].changes_since(position)
@@ -224,19 +228,21 @@ def agree(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(actions, max_size=40))
-def test_a_copy_agrees_with_the_directory_whatever_has_happened(history: list[tuple[object, ...]]) -> None:
-    world, copy = agree(PLENTY, history, 1000)
+@given(st.lists(actions, max_size=40), st.sampled_from([PLENTY, FEW]))
+def test_a_copy_agrees_with_the_directory_whatever_has_happened(
+    history: list[tuple[object, ...]], config: DirectoryConfig
+) -> None:
+    world, copy = agree(config, history, 1000)
     for key in POOL:
         assert copied(copy, key) == known(world, key)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(actions, max_size=40), st.sampled_from([8, 1000]))
-def test_what_a_short_answer_leaves_out_is_not_known_and_nothing_is_wrong(
-    history: list[tuple[object, ...]], max_keys: int
+@given(st.lists(actions, max_size=40))
+def test_what_a_small_copy_has_no_room_for_is_not_known_and_nothing_is_wrong(
+    history: list[tuple[object, ...]],
 ) -> None:
-    world, copy = agree(FEW, history, max_keys)
+    world, copy = agree(FEW, history, 8)
     for key in POOL:
         assert copied(copy, key) in ([], known(world, key))
 
@@ -251,6 +257,26 @@ def test_all_of_a_long_log_is_read_in_one_round() -> None:
     feed.round()
     assert [copied(feed.copy, key) for key in POOL[:20:2]] == [[((1,), ())]] * 10
     assert [len(asked) for asked in world.asked] == [2, 1, 1, 1], "only who had more to say is asked again"
+
+
+def test_a_new_router_knows_all_of_a_large_shard_after_a_few_rounds_or_as_much_as_it_has_room_for() -> None:
+    count = 20_000
+    chains = [number.to_bytes(30, "little") + bytes([0, 0]) for number in range(count)]
+    world = Shards(DirectoryConfig(changes=512))
+    world.tell(0, 1, "host", chains)
+    feeds = [IndexFeed(world, DirectoryCopy(SHARDS, most)) for most in (2 * count + 2000, count)]
+    rounds = [0, 0]
+    for place, feed in enumerate(feeds):
+        while not rounds[place] or feed._positions[0].given is not None:
+            feed.round()
+            rounds[place] += 1
+            feed.copy.validate()
+    assert rounds == [-(-count // 512 // 8), -(-count // 2 // 512 // 8)]
+    whole, half = (feed.copy for feed in feeds)
+    assert len(whole) == count
+    room = count // 2
+    assert room - room // 64 <= len(half) <= room
+    assert all(copied(half, key) for key in chains[-len(half) :]), "what was announced last"
 
 
 def test_who_finds_no_directory_asks_more_seldom() -> None:
@@ -298,7 +324,7 @@ class Counting:
         self.read_on = threading.Event()
         self.thread = threading.current_thread()
 
-    def read(self, positions: Mapping[int, int]) -> Mapping[int, Changes | NoAnswer]:
+    def read(self, positions: Mapping[int, Position]) -> Mapping[int, Changes | NoAnswer]:
         self.thread = threading.current_thread()
         self.errors -= 1
         if self.errors >= 0:

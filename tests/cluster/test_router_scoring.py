@@ -14,7 +14,7 @@ from tests.kvstore.store_harness import keys
 from tournant.cluster.router_index import DirectoryCopy, IndexConfig, Prefix, RouterIndex
 from tournant.cluster.router_scoring import Candidate, Choice, Routed, Scoring, ScoringConfig
 from tournant.cluster.routing_keys import MAX_PIECES, PIECE_BYTES, PIECE_TOKENS, head_keys, routed_call
-from tournant.kvstore.directory import Changes
+from tournant.kvstore.directory import Changes, Position
 from tournant.workers.errors import ConfigError
 
 CHAIN = [key[:-2] + b"\x00\x01" for key in keys(64)]
@@ -34,7 +34,7 @@ def scoring(config: ScoringConfig | None = None, *, host: int = 0, nvme: int = 0
     entries = [
         (key, (HOST,) if place < host else (), (NVME,) if place < nvme else ()) for place, key in enumerate(CHAIN)
     ]
-    copy.apply(0, Changes(1, True, (), tuple(entries)))
+    copy.apply(0, Changes(Position(1), True, (), tuple(entries)))
     return Scoring(config or ScoringConfig(), RouterIndex(copy), Random(seed))
 
 

@@ -26,7 +26,7 @@ from tournant.cluster.index_feed import START, IndexFeed, NoAnswer, RayReader
 from tournant.cluster.kv_router import RouterOptions
 from tournant.cluster.router_index import IndexConfig
 from tournant.cluster.router_scoring import ScoringConfig
-from tournant.kvstore.directory import Announcement, Changes
+from tournant.kvstore.directory import Announcement, Changes, Position
 from tournant.workers.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
@@ -145,7 +145,7 @@ def test_blocks_on_a_node_are_found_by_the_keys_that_a_caller_gives() -> None:
         world = World(replicas, directory_shards=1)
         node = number_of(replicas[1].node_id)
         world.router._feed.stop()
-        world.router._feed.copy.apply(0, Changes(1, True, (), tuple((key, (node,), ()) for key in CHAIN)))
+        world.router._feed.copy.apply(0, Changes(Position(1), True, (), tuple((key, (node,), ()) for key in CHAIN)))
         assert await world.ask(TEXTS[0], routing_keys=CHAIN) == "b"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -276,7 +276,7 @@ def test_the_actors_of_a_directory_are_read_whatever_becomes_of_them(ray_of_thes
     question = ray.get(shard.announce.remote("07", announced), timeout=PATIENCE_S).question
     ray.get(shard.announce.remote("07", replace(announced, seq=2, answers=question)), timeout=PATIENCE_S)
     answers = until(lambda: reader.read({0: START, 1: START}), lambda found: found[0] is not NoAnswer.LATE)
-    assert answers == {0: Changes(answers[0].position, True, (), ((CHAIN[0], (7,), ()),)), 1: NoAnswer.ABSENT}
+    assert answers == {0: Changes(answers[0].position, True, (), (), ((CHAIN[0], (7,), ()),)), 1: NoAnswer.ABSENT}
     assert reader.read({0: answers[0].position})[0] == Changes(answers[0].position, False, (), ())
     ray.kill(shard, no_restart=False)
     fresh = until(

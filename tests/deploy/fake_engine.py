@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +66,6 @@ class FakeEngineClient:
     cached_tokens: int = 0
     cached_by_tier: tuple[int, int, int] | None = None
     stats: EngineStats = field(default_factory=EngineStats)
-    last_step_time: float = 0.0
     alive: bool = True
     restarting: bool = False
     reset_result: bool = True
@@ -124,7 +122,6 @@ class FakeEngineClient:
         """Run engine steps: every running answer gets its next tokens."""
         for _ in range(count):
             self.steps += 1
-            self.last_step_time = time.monotonic()
             for answer in list(self.running):
                 if answer in self.running:  # a sink may have aborted it
                     output = self._next_output(answer)
@@ -143,7 +140,7 @@ class FakeEngineClient:
 
     def restart(self) -> None:
         """End as one that will come back: every answer gets an error, and nothing is taken."""
-        self.restarting, self.last_step_time = True, 0.0
+        self.restarting = True
         self.fail("rank 1 on a: killed", LOST_DEAD)
 
     def fail(self, message: str, lost: str | None = None) -> None:

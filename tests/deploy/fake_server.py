@@ -15,6 +15,7 @@ from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.http_routes import RoutedApp
 from tournant.deploy.http_server import HttpOptions, build_http_app
 from tournant.deploy.tokenizer import Tokenizer
+from tournant.workers.engine_client import EngineClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "What is it?"}]
@@ -45,18 +46,24 @@ def make(
     client = FakeEngineClient(
         lambda request, index: answers[index % len(answers)], make_info(**(info or {})), **({"auto": True} | engine)
     )
+    return over(client, client, tokenizer, options, weights, http, access)
+
+
+def over(
+    client: EngineClient,
+    engine: FakeEngineClient,
+    tokenizer: Tokenizer,
+    options: FrontendOptions | None = None,
+    weights: WeightsService | None = None,
+    http: dict[str, Any] | None = None,
+    access: Access | None = None,
+) -> Server:
+    """The same over any way to a fake engine."""
     backend = PrometheusBackend()
     metrics = MetricsRegistry("m", backend)
     frontend = Frontend(tokenizer, client, options, metrics.record_request)
-    app = build_http_app(
-        lambda: frontend,
-        HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {}))),
-        metrics,
-        backend,
-        weights,
-        access,
-    )
-    return Server(app, client, frontend)
+    named = HttpOptions(**({"served_model_name": ("m", "alias")} | (http or {})))
+    return Server(build_http_app(lambda: frontend, named, metrics, backend, weights, access), engine, frontend)
 
 
 def content(events: Sequence[dict[str, Any]], index: int = 0) -> str:

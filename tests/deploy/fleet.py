@@ -10,9 +10,13 @@ from functools import partial
 from typing import Any
 
 from tests.deploy.async_test import settle
-from tests.deploy.fake_engine import FakeEngineClient, Script
+from tests.deploy.fake_engine import FakeEngineClient, Script, make_info
+from tests.deploy.fake_server import Server, make, over
 from tournant.cluster.engine_members import Member
 from tournant.deploy.engine_pool import EnginePool, least_prefill
+from tournant.deploy.frontend import FrontendOptions
+from tournant.deploy.resume import MAX_RESUMES
+from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.engine_client import EngineClient
 from tournant.workers.engine_server import EngineServer
 from tournant.workers.engine_stream import StreamLimits
@@ -94,6 +98,17 @@ async def fleet(*scripts: Script, engine: dict[str, Any] | None = None, **pool: 
         yield found
     finally:
         await found.close()
+
+
+@asynccontextmanager
+async def served(tokenizer: Tokenizer, text: str, ingress: str, **engine: Any) -> AsyncIterator[Server]:
+    """An application over a fake engine that the test steps, in the same process or behind a stream."""
+    if ingress == "direct":
+        yield make(tokenizer, text, auto=False, **engine)
+        return
+    info = make_info(**engine.pop("info", {}))
+    async with fleet(lambda request, index: list(text.encode()), engine={"info": info, **engine}) as found:
+        yield over(found.pool, found.sites["r0"].engine, tokenizer, FrontendOptions(max_resumes=MAX_RESUMES))
 
 
 def in_turn(*names: str) -> Callable[..., Any]:

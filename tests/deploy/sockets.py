@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import uvicorn
 
@@ -36,7 +36,9 @@ async def serving(app: AsgiApp) -> AsyncIterator[int]:
         await task
 
 
-async def ask(port: int, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def ask(
+    port: int, path: str, body: object, headers: Mapping[str, str] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request. Of its answer no more is taken in than fits into small buffers, until the test reads it."""
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
@@ -44,6 +46,7 @@ async def ask(port: int, path: str, body: object) -> tuple[asyncio.StreamReader,
     await asyncio.get_running_loop().sock_connect(found, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=found, limit=READ_BYTES)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    lines = {"host": "x", "connection": "close", "content-length": str(len(data)), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
     return reader, writer

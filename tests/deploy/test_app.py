@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,14 @@ import pytest
 import ray
 import torch
 
-from tests.deploy.async_test import async_test, settle
+from tests.deploy.async_test import async_test
 from tests.deploy.fake_engine import FakeEngineClient
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
 from tournant.cluster.weights_rollout import Order, Report, UpdateUnavailable, Weights
 from tournant.deploy import local_ray
-from tournant.deploy.app import Replica, make_app, placement
-from tournant.deploy.config import ServeFile, ServiceConfig, parse_config
-from tournant.deploy.frontend import Frontend, FrontendOptions
+from tournant.deploy.app import Replica, make_app, placement, serve_options
+from tournant.deploy.config import ServeFile, parse_config
+from tournant.deploy.frontend import Frontend
 from tournant.deploy.local_ray import check_gpus
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.deploy.weights_loop import WeightsLoop
@@ -44,15 +42,12 @@ def test_a_replica_asks_for_a_gpu_where_it_will_use_one(
 def test_replicas_that_would_wait_for_gpus_without_an_end_are_refused() -> None:
     """Ray only waits, and so would everybody else."""
 
-    def config(device: str, replicas: int) -> ServiceConfig:
-        return parse_config({"engine": {"device": device}, "num_replicas": replicas})
-
     for device, replicas, gpus in (("cuda", 1, 0), ("cuda", 3, 2), ("auto", 2, 1)):
         wanted = f"device is '{device}' and num_replicas is {replicas}; .* Ray finds {gpus} here"
         with pytest.raises(ConfigError, match=wanted):
-            check_gpus(config(device, replicas), gpus)
+            check_gpus(parse_config({"engine": {"device": device}}), replicas, gpus)
     for device, replicas, gpus in (("cuda", 2, 2), ("auto", 2, 2), ("auto", 2, 0), ("cpu", 2, 1)):
-        check_gpus(config(device, replicas), gpus)
+        check_gpus(parse_config({"engine": {"device": device}}), replicas, gpus)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +87,21 @@ def test_cores_stand_in_for_gpus() -> None:
 
 
 def test_a_split_that_needs_more_gpus_than_there_are_is_refused() -> None:
-    config = parse_config({"engine": {"device": "cuda", "tensor_parallel_size": 2}, "num_replicas": 2})
+    config = parse_config({"engine": {"device": "cuda", "tensor_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"each replica takes 2 GPUs \(tensor_parallel_size 2 x .* finds 3 here"):
-        check_gpus(config, 3)
-    check_gpus(config, 4)
+        check_gpus(config, 2, 3)
+    check_gpus(config, 2, 4)
+
+
+def test_what_is_stopped_outlasts_its_requests_and_only_an_ingress_may_come_before_it_goes() -> None:
+    config = {"request_timeout_s": 100, "advanced": {"weights_drain_s": 7}}
+    told = serve_options(parse_config(config))
+    assert told["Replica"]["graceful_shutdown_timeout_s"] == 110
+    assert "max_surge_percent" not in told["Replica"]  # its device may be the last one
+    told = serve_options(parse_config(config | {"ingress": "resilient"}), ingress_options={"num_replicas": 2})
+    assert (told["Ingress"]["graceful_shutdown_timeout_s"], told["Ingress"]["max_surge_percent"]) == (110, 100)
+    assert told["Replica"]["graceful_shutdown_timeout_s"] == 17  # what is left then goes on elsewhere
+    assert "max_surge_percent" not in told["Replica"]
 
 
 class NobodyAnswers:
@@ -116,7 +122,7 @@ async def change(weights: Weights) -> str:
 def replica_of(tokenizer: Tokenizer) -> tuple[Any, FakeEngineClient]:
     """A replica as it is when its engine runs, without what Serve puts around it."""
     engine = FakeEngineClient(lambda request, index: [])
-    frontend = Frontend(tokenizer, engine, FrontendOptions(recent_step_s=0.0, probe_timeout_s=60.0))
+    frontend = Frontend(tokenizer, engine)
     plain = Replica.__mro__[1]
     methods = {name: getattr(plain, name) for name in ("check_health", "end_engine", "_end", "frontend")}
     kind = type("PlainReplica", (), methods)  # its __del__ is awaited by Serve alone
@@ -133,12 +139,9 @@ async def test_a_health_check_of_a_replica_that_is_ending_raises_and_logs_nothin
 ) -> None:
     """Serve goes on asking while the node store writes to disk; what is raised then stands in the user's terminal."""
     replica, engine = replica_of(tokenizer)
-    under_way = asyncio.ensure_future(replica.check_health())
-    await settle()
-    assert len(engine.submitted) == 1
+    await replica.check_health()
     await replica.end_engine()
-    engine.fail("the engine was closed")
-    await under_way
+    assert not engine.alive
     await replica.check_health()
     assert caplog.records == []
 
@@ -154,8 +157,6 @@ async def test_a_health_check_of_a_replica_whose_engine_died_raises(tokenizer: T
 @async_test
 async def test_a_replica_that_is_lost_to_the_rollout_is_replaced_and_says_that_it_ends(tokenizer: Tokenizer) -> None:
     replica, engine = replica_of(tokenizer)
-    engine.last_step_time = time.monotonic()
-    replica._frontend = Frontend(tokenizer, engine)
     await replica.check_health()
     replica._following.lost = "neither weights can be loaded"
     with pytest.raises(EngineDeadError, match="neither weights can be loaded"):

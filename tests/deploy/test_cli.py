@@ -79,7 +79,7 @@ def test_the_question_that_is_printed_is_the_one_of_readme_and_examples() -> Non
     root = Path(__file__).parents[2]
     for path in (
         root / "README.md",
-        *(root / "examples" / f"{name}.py" for name in ("handle", "openai_client", "offline")),
+        *(root / "examples" / f"{name}.py" for name in ("handles", "openai_client", "offline")),
     ):
         assert f'"{cli.QUESTION}"' in path.read_text(encoding="utf-8"), path
 

@@ -144,6 +144,22 @@ def test_a_configuration_survives_the_way_to_the_replica() -> None:
     assert ServeFile.model_validate_json(plan.model_dump_json()) == plan
 
 
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [
+        ({}, (3, 3)),
+        ({"num_replicas": 2}, (2, 2)),
+        ({"autoscaling_config": {"max_replicas": 4}}, (1, 4)),
+        ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 4}}, (0, 4)),
+        ({"autoscaling_config": {"min_replicas": 0, "initial_replicas": 2, "max_replicas": 4}}, (2, 4)),
+        ({"autoscaling_config": {"max_replicas": "4"}}, (1, 1)),  # which Serve refuses
+        ({"num_replicas": "auto"}, (1, 1)),
+    ],
+)
+def test_a_file_says_how_many_replicas_there_may_be(options: dict[str, Any], replicas: tuple[int, int]) -> None:
+    assert ServeFile(config=parse_config({"num_replicas": 3}), deployment_options=options).replicas == replicas
+
+
 def test_every_engine_field_belongs_to_one_section_and_the_first_page_stays_short() -> None:
     assert {field.name for field in fields(EngineConfig)} == ENGINE_KEYS | ADVANCED_KEYS
     assert not ENGINE_KEYS & ADVANCED_KEYS
@@ -168,6 +184,7 @@ def test_bytes_can_be_written_with_a_unit(text: str, number: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 def test_known_keys_are_those_of_serve() -> None:
     from ray import serve
     from ray.serve import schema

@@ -315,7 +315,7 @@ async def test_a_dead_engine_is_told_to_every_reader(tokenizer: Tokenizer) -> No
     with pytest.raises(EngineDeadError):
         frontend.submit_many([PROMPT, PROMPT], GREEDY)
     assert frontend.num_outstanding == 0
-    assert not await frontend.healthy()
+    assert not frontend.healthy
     assert not await frontend.reset_prefix_cache()
 
 
@@ -472,39 +472,17 @@ async def test_prompts_from_python(tokenizer: Tokenizer) -> None:
 
 
 @async_test
-async def test_health_is_a_step_made_lately_or_now(tokenizer: Tokenizer) -> None:
+async def test_health_is_told_at_once_and_asks_nothing_of_a_busy_engine(tokenizer: Tokenizer) -> None:
     frontend, engine = make(tokenizer, "abc")
-    probes = [asyncio.ensure_future(frontend.healthy()) for _ in range(5)]
-    await settle()
-    assert len(engine.submitted) == 1  # shared
-    assert engine.submitted[0].params.max_tokens == 1
-    assert frontend.num_outstanding == 0  # takes no place in the queue
-    engine.step()
-    assert await asyncio.gather(*probes) == [True] * 5
-    assert await frontend.healthy()
-    assert len(engine.submitted) == 1  # that step was lately
-
-
-@async_test
-async def test_an_engine_that_makes_no_step_is_not_healthy(tokenizer: Tokenizer) -> None:
-    options = FrontendOptions(probe_timeout_s=0.01, recent_step_s=0.0)
-    frontend, engine = make(tokenizer, "abc", options=options)
-    assert not await frontend.healthy()
-    assert engine.running == []  # the probe is gone
-    engine.stuck = False
-    engine.auto = True
-    assert await frontend.healthy()
-
-
-@async_test
-async def test_an_engine_that_was_ended_on_purpose_is_no_fault(tokenizer: Tokenizer) -> None:
-    frontend, engine = make(tokenizer, "abc")
-    probe = asyncio.ensure_future(frontend.healthy())
-    await settle()
-    assert not frontend.stopping
+    running = [await frontend.stream("a", GREEDY) for _ in range(16)]  # as many as it takes, and none of them moves
+    assert frontend.healthy
+    assert len(engine.submitted) == 16
+    engine.restart()
+    assert frontend.healthy  # it will be back
     await frontend.stop()
-    engine.fail("closed")
-    assert (await probe, await frontend.healthy(), frontend.stopping, engine.alive) == (False, False, True, False)
+    assert (frontend.healthy, frontend.stopping, engine.alive) == (False, True, False)
+    for stream in running:
+        stream.cancel()
     await frontend.stop()
 
 

@@ -126,7 +126,7 @@ async def test_while_an_engine_is_started_anew_clients_are_told_to_come_again(
     assert "try again" in call.error["message"]
     call = await fetch(server.app, "GET", "/health")
     assert (call.status, call.error["code"], call.headers["retry-after"]) == (503, "restarting", "1")
-    assert await server.frontend.healthy()
+    assert server.frontend.healthy
     server.engine.restarting = False
     assert (await fetch(server.app, "GET", "/health")).status == 200
     assert (await fetch(server.app, "POST", CHAT, ASK)).status == 200

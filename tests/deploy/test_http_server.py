@@ -421,7 +421,7 @@ async def test_models(tokenizer: Tokenizer) -> None:
 
 @async_test
 async def test_health_and_version(tokenizer: Tokenizer) -> None:
-    server = make(tokenizer, "a", options=FrontendOptions(probe_timeout_s=0.01))
+    server = make(tokenizer, "a")
     for method in ("GET", "HEAD"):
         assert (await fetch(server.app, method, "/health")).status == 200
     assert (await fetch(server.app, "GET", "/version")).json == {"version": VERSION}

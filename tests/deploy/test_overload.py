@@ -9,6 +9,7 @@ import pytest
 from tests.deploy.asgi_client import Call, fetch, start
 from tests.deploy.async_test import async_test, settle
 from tests.deploy.fake_server import COMPLETIONS, PROMPT, Server, content, make
+from tests.deploy.fleet import served
 from tests.deploy.sockets import ask, serving
 from tournant.deploy.frontend import MEAN_PROMPT_TOKENS, FrontendOptions
 from tournant.deploy.tokenizer import Tokenizer
@@ -106,18 +107,27 @@ async def test_a_reader_that_is_slow_pauses_its_own_stream_only(tokenizer: Token
 
 
 @async_test
-async def test_a_socket_that_is_not_read_pauses_its_own_stream_only(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("ingress", ["direct", "resilient"])
+async def test_a_socket_that_is_not_read_pauses_its_own_stream_only(tokenizer: Tokenizer, ingress: str) -> None:
     """As above, through the server. With log-probabilities events are not joined, and are more than sockets hold."""
     info = {"max_model_len": 10_000, "pool_tokens": 1 << 17}
-    server = make(tokenizer, "x" * 8000, per_step=20, info=info)
     body = PROMPT | {"stream": True, "max_tokens": 8000, "ignore_eos": True}
-    async with serving(server.app) as port:
+    async with (
+        served(tokenizer, "x" * 8000, ingress, per_step=20, info=info) as server,
+        serving(server.app) as port,
+    ):
         slow, slow_writer = await ask(port, COMPLETIONS, body | {"logprobs": 20})
         while not server.engine.submitted:
             await asyncio.sleep(0)
         quick, quick_writer = await ask(port, COMPLETIONS, body)
-        assert b"data: [DONE]" in await quick.read()
+        reading = asyncio.ensure_future(quick.read())
+        while len(server.engine.submitted) < 2:
+            await asyncio.sleep(0)
         while server.engine.running:
+            server.engine.step()
+            await asyncio.sleep(0)
+        assert b"data: [DONE]" in await reading
+        while server.frontend.num_outstanding:  # the last step is on its way
             await asyncio.sleep(0)
         assert server.app.num_open == 1  # the slow one is not done, though the engine is
         late = await slow.read()

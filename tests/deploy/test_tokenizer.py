@@ -5,12 +5,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.deploy.async_test import async_test
 from tests.helpers.tiny_model import BOS_ID, CHAT_TEMPLATE, IM_END_ID, IM_START_ID, build_tiny_model
+from tournant.deploy.known_pieces import known_pieces
 from tournant.deploy.tokenizer import INLINE_CHARS, Tokenizer
 from tournant.workers.errors import ModelFormatError
 from tournant.workers.model_files import resolve_model
@@ -189,3 +192,43 @@ def test_every_token_of_smollm2_has_the_bytes_of_its_text(smollm2: Tokenizer) ->
 def test_smollm2_needs_no_begin_token(smollm2: Tokenizer) -> None:
     assert smollm2.decode(smollm2.encode("The capital"), skip_special_tokens=False) == "The capital"
     assert smollm2.apply_chat(CHAT).count(smollm2.bos_token_id or 0) == 3  # system, user, assistant
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text(max_size=20), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_plain_chat_is_what_transformers_makes_of_it(
+    smollm2: Tokenizer, chat: list[tuple[str, str, bool]], generation_prompt: bool
+) -> None:
+    """Rendered by the template alone, and encoded piece by piece."""
+    messages = [
+        {"role": role, "content": text + ("<|im_end|><|im_start|> x" if marked else "")} for role, text, marked in chat
+    ]
+    whole = smollm2._tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation_prompt, return_dict=False
+    )
+    assert smollm2.render_chat(messages, add_generation_prompt=generation_prompt) == whole
+    token_ids = smollm2.apply_chat(messages, add_generation_prompt=generation_prompt)
+    assert token_ids == smollm2.encode(whole, add_special_tokens=False)
+
+
+def test_a_chat_of_a_tokenizer_that_looks_beyond_added_tokens_is_not_cut(tokenizer: Tokenizer) -> None:
+    chats = ["<s>hi <s>unknown"]
+    assert known_pieces(byte_fallback_tokenizer()._backend, chats, "unknown") is None  # a blank before each piece
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    assert known_pieces(backend, ["<|im_end|>hi <|im_end|>unknown"], "unknown") is not None
+    backend.add_special_tokens([AddedToken("<x>", special=True, normalized=False, lstrip=True)])
+    assert known_pieces(backend, ["<|im_end|>hi <|im_end|>unknown"], "unknown") is None
+
+
+def test_odd_messages_go_the_longer_way(smollm2: Tokenizer) -> None:
+    nested = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    with pytest.raises(ValueError, match="chat template"):
+        smollm2.render_chat(nested)
+    assert smollm2.render_chat([{"role": "user", "content": "hi", "name": None}]) == smollm2.render_chat(CHAT)

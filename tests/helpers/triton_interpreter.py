@@ -22,6 +22,7 @@ if "triton" in sys.modules:
 BEFORE = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
+    import tournant.kernels.triton.flash_attention  # noqa: F401 - not part of the back end, but interpreted with it
     from tournant.kernels.triton.backend import TritonKernels
     from tournant.kernels.triton.card import H200
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import run_all, throughput
+from benchmarks import ingress_modes, run_all, throughput
 from benchmarks.common import BenchmarkError, Options, Samples, at_least, at_most, interleave
 from benchmarks.contestant import Contestant
 from benchmarks.model_costs import ModelCosts
@@ -48,6 +48,9 @@ ROWS = {
     "device pool overflowing": ["generated"],
     "time to first token of a 256-token prefix, raw link": ["recompute", "from RAM", "from disk"],
     "time to first token of a 256-token prefix, emulated link": ["recompute", "from RAM", "from disk"],
+    "a decision, CPU time": ["64"],
+    "routing replay, generated, head": ["KV-aware, 1 router", "KV-aware, 4 routers", "power of two", "round robin"],
+    "routing, real engines with shared prefixes": ["KV-aware", "power of two", "round robin"],
     "a store that gives nothing": ["CPU per token of the engine's own thread, on / off"],
 }
 ROWS_ON_RAY = {
@@ -58,6 +61,7 @@ ROWS_ON_RAY = {
     "a shard in its actor, one caller": ["look-up of 512"],
     "between two nodes of this machine": ["Ray's objects alone", "blocks of another node into the store here"],
 }
+ROWS_ON_SERVE = {"arrangements, Serve's proxy": ["uvicorn alone", "direct, Serve's proxy"]}
 
 
 @dataclass
@@ -92,9 +96,19 @@ def test_table_is_there(quick_run: Run, title: str) -> None:
 
 @pytest.mark.ray
 def test_tables_of_what_runs_on_ray_are_there(tiny_model: Path, tmp_path: Path) -> None:
-    found = run_quickly(tmp_path, tiny_model, run_all.ON_RAY)
-    assert list(dict.fromkeys(row["table"] for row in found.rows)) == list(ROWS_ON_RAY)
-    for title, names in ROWS_ON_RAY.items():
+    check_tables_on_ray(tiny_model, tmp_path, [one for one in run_all.ON_RAY if one is not ingress_modes], ROWS_ON_RAY)
+
+
+@pytest.mark.ray
+@pytest.mark.soak
+def test_tables_of_what_runs_on_serve_are_there(tiny_model: Path, tmp_path: Path) -> None:
+    check_tables_on_ray(tiny_model, tmp_path, [ingress_modes], ROWS_ON_SERVE)
+
+
+def check_tables_on_ray(model: Path, folder: Path, chosen: Sequence[ModuleType], rows: dict[str, list[str]]) -> None:
+    found = run_quickly(folder, model, chosen)
+    assert list(dict.fromkeys(row["table"] for row in found.rows)) == list(rows)
+    for title, names in rows.items():
         check_table(found, title, names)
 
 

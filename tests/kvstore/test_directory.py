@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kvstore.store_harness import SLOT, Store, keys, write, writer
 from tournant.kvstore.admin import Announcements, PollAnnouncements
 from tournant.kvstore.announcer import Announcer, AnnouncerConfig
 from tournant.kvstore.config import StoreConfig
-from tournant.kvstore.directory import Announcement, Directory, DirectoryConfig, Heard, Run, shard_of
+from tournant.kvstore.directory import Announcement, Directory, DirectoryConfig, Heard, Position, Run, shard_of
 from tournant.kvstore.errors import StoreConfigError
 from tournant.kvstore.nvme_tier import NvmeConfig
 from tournant.kvstore.policies import make_eviction
@@ -135,9 +138,13 @@ def test_nodes_and_holders_are_bounded() -> None:
 def test_a_router_follows_the_changes() -> None:
     directory = shard(changes=2)
     begin(directory, 1, [A, B, C])
-    at = directory.changes_since(5)
+    at = directory.changes_since(Position(5))
     assert at.start_over
-    assert [key for key, *_ in at.entries] == [C, B], "the newest first, as many as may be told"
+    assert [key for key, *_ in at.older] == [C, B], "the newest first, as many as may be told"
+    rest = directory.changes_since(at.position)
+    assert (rest.start_over, rest.older, rest.position.given) == (False, ((A, (1,), ()),), None)
+    at = directory.changes_since(at.position._replace(given=None))
+    assert not at.older, "whoever wants no more of them"
     begin(directory, 2, [B])
     directory.announce(0, Announcement(1, LIFE, 3, nvme=(C,), gone=(A,)))
     first = directory.changes_since(at.position)
@@ -147,14 +154,86 @@ def test_a_router_follows_the_changes() -> None:
     assert directory.changes_since(second.position).position == second.position
     directory.node_lost(1)
     last = directory.changes_since(second.position)
-    assert (last.lost, last.entries, last.position) == ((1,), (), second.position + 1)
+    assert (last.lost, last.entries, last.position.at) == ((1,), (), second.position.at + 1)
 
 
 def test_a_router_that_fell_behind_or_knew_another_life_starts_over() -> None:
     directory = shard(log_keys=2)
     begin(directory, 1, [A, B, C])
-    end = directory.changes_since(0).position
-    assert [directory.changes_since(end - back).start_over for back in (0, 2, 3, -1)] == [False, False, True, True]
+    end = directory.changes_since(Position(0)).position.at
+    starts = [directory.changes_since(Position(end - back)).start_over for back in (0, 2, 3, -1)]
+    assert starts == [False, False, True, True]
+
+
+def test_those_who_start_over_at_the_same_time_share_one_list_which_goes_when_it_is_not_read() -> None:
+    directory = shard(changes=2, silent_us=100)
+    begin(directory, 1, [A, B, C])
+    first = directory.changes_since(Position(0))
+    directory.announce(0, Announcement(1, LIFE, 3, gone=(C,)))
+    second = directory.changes_since(Position(0))
+    assert first.position.list_at == second.position.list_at
+    assert [key for key, *_ in (*second.entries, *second.older)] == [C, C], "what has changed since is told too"
+    directory.expire(90)
+    third = directory.changes_since(second.position)
+    assert [key for key, *_ in third.older] == [B, A]
+    directory.announce(240, Announcement(1, LIFE, 4))
+    directory.expire(250)
+    directory.validate()
+    again = directory.changes_since(second.position)
+    assert not again.start_over
+    assert [key for key, *_ in again.older] == [B, A], "a new list from its beginning"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_pages_of_a_long_index_and_what_changes_between_them_make_a_copy(data: st.DataObject) -> None:
+    """Whatever changes while a copy starts over, also when others do so, and when the log does not reach any more."""
+    directory = Directory(DirectoryConfig(changes=3, log_keys=12, max_keys=30), 1000)
+    pool = keys(40, "pages")
+    begin(directory, 1, pool[:20])
+    seq = {1: 2, 2: 0}
+    begin(directory, 2, [], seq=1)
+    seq[2] = 2
+    copy: dict[bytes, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    position = Position(0)
+
+    def ask() -> None:
+        nonlocal position
+        found = directory.changes_since(position)
+        position = found.position
+        assert len(found.entries) + len(found.older) <= 3
+        if found.start_over:
+            copy.clear()
+        for number in found.lost:
+            for key, (host, nvme) in list(copy.items()):
+                copy[key] = (tuple(n for n in host if n != number), tuple(n for n in nvme if n != number))
+        copy.update({key: (host, nvme) for key, host, nvme in found.entries})
+        for key, host, nvme in found.older:
+            copy.setdefault(key, (host, nvme))
+
+    for _ in range(data.draw(st.integers(0, 40))):
+        match data.draw(st.sampled_from(["ask", "tell", "lose", "another"])):
+            case "ask":
+                ask()
+            case "another":
+                directory.changes_since(Position(0))
+            case "lose":
+                directory.node_lost(2)
+            case "tell":
+                node = data.draw(st.sampled_from([1, 2]))
+                seq[node] += 1
+                told = tuple(data.draw(st.lists(st.sampled_from(pool), max_size=4, unique=True)))
+                where = data.draw(st.sampled_from(["host", "nvme", "gone"]))
+                message = Announcement(node, LIFE, seq[node], **{where: told})  # type: ignore[arg-type]
+                if question := directory.announce(0, message).question:
+                    seq[node] += 1
+                    directory.announce(0, replace(message, seq=seq[node], answers=question))
+        directory.validate()
+    for _ in range(40):
+        ask()
+    assert position == directory.changes_since(position).position
+    held = {key: places for key, places in copy.items() if any(places)}
+    assert held == {key: (one.host, one.nvme) for key, one in directory._index.items()}
 
 
 def test_limits_are_checked() -> None:

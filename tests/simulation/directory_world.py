@@ -28,7 +28,7 @@ from tests.simulation.world import Violation
 from tournant.kvstore.announcer import Announcer, AnnouncerConfig
 from tournant.kvstore.block import Part, Version
 from tournant.kvstore.config import PAGE_BYTES, StoreConfig
-from tournant.kvstore.directory import HOST, NVME, Announcement, Directory, DirectoryConfig, Heard, shard_of
+from tournant.kvstore.directory import HOST, NVME, Announcement, Directory, DirectoryConfig, Heard, Position, shard_of
 from tournant.kvstore.disk_events import DiskInstruction
 from tournant.kvstore.errors import InvariantViolation
 from tournant.kvstore.events import (
@@ -229,7 +229,7 @@ class Shard:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.position = 0
+        self.position = Position(0)
         self.follows_at = 0
         self.copy: dict[bytes, Places] = {}
         self.start()
@@ -265,6 +265,8 @@ class Shard:
             self.copy = {key: _without(places, number) for key, places in self.copy.items()}
         for key, host, nvme in found.entries:
             self.copy[key] = (host, nvme)
+        for key, host, nvme in found.older:
+            self.copy.setdefault(key, (host, nvme))
         self.copy = {key: places for key, places in self.copy.items() if any(places)}
 
     def entries(self) -> dict[bytes, Places]:

@@ -52,6 +52,9 @@ class FakeRunner:
         self.last: dict[int, int] = {}
         self.seeds: dict[int, int] = {}
         self.fail_next = False
+        self.num_blocks = 0  # of the device
+        self.loses: Callable[[], bool] = lambda: False  # whether a block below is lost when it is read
+        self.gone: set[int] = set()
 
     def run(self, batch: Batch) -> StepResult:
         """See `Runner`."""
@@ -61,15 +64,21 @@ class FakeRunner:
         for state in batch.new_rows:
             self.tables[state.row] = {}
             self.seeds[state.row] = state.seed * 131 + state.index
-        for source, target in batch.copies:
+        self.gone.difference_update(target for _, target in batch.demotions)
+        for source, target in [*batch.demotions, *batch.copies]:
             for offset in range(self.block_tokens):
                 if (source, offset) in self.kv:
                     self.kv[target, offset] = self.kv[source, offset]
         for row, first, blocks in batch.block_updates:
             self.tables[row].update(enumerate(blocks, first))
-        tokens, at = [], 0
+        result = StepResult(token_ids=[])
+        tokens, at = result.token_ids, 0
         sampling = set(batch.sampling)
         for index, (row, start, count) in enumerate(zip(batch.rows, batch.starts, batch.counts, strict=True)):
+            below = {block for block in self._blocks(row, start) if block >= self.num_blocks}
+            self.gone |= {block for block in below if self.loses()}
+            if lost := frozenset(below & self.gone):
+                result.lost[index] = lost
             state = self._read(row, start)
             for position in range(start, start + count):
                 token = batch.token_ids[at]
@@ -80,7 +89,12 @@ class FakeRunner:
             if index in sampling:
                 self.last[row] = sampled(state, self.seeds[row])
                 tokens.append(self.last[row])
-        return StepResult(token_ids=tokens)
+            if lost and index in sampling:
+                tokens[-1] = 0
+        return result
+
+    def _blocks(self, row: int, num_tokens: int) -> list[int]:
+        return [self.tables[row][index] for index in range(-(-num_tokens // self.block_tokens))]
 
     def _slot(self, row: int, position: int) -> tuple[int, int]:
         return self.tables[row][position // self.block_tokens], position % self.block_tokens
@@ -96,9 +110,12 @@ def make_engine(
     block_tokens: int = 8,
     max_model_len: int = 4096,
     tiers: Callable[[FakeRunner], tuple[Link, OffloadConfig]] | None = None,
+    num_below: int = 0,
     **config: object,
 ) -> Engine:
-    """An engine over a fake device; tiers: what makes the link to those below; keywords are EngineConfig fields."""
+    """An engine over a fake device; tiers: what makes the link to those below; num_below: places of its overflow;
+    keywords are EngineConfig fields.
+    """
     info = EngineInfo(
         writer_id=1,
         pid=1,
@@ -112,7 +129,9 @@ def make_engine(
         dtype="fake",
         device="fake",
         namespace=NAMESPACE,
+        overflow_tokens=num_below * block_tokens,
     )
     runner = FakeRunner(block_tokens)
+    runner.num_blocks = num_blocks
     link, offload = tiers(runner) if tiers is not None else (None, None)
     return Engine(EngineConfig(**config), runner, info, link, offload)  # type: ignore[arg-type]

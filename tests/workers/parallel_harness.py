@@ -151,6 +151,7 @@ def info_of(shard: ShardRunner, writer_id: int) -> EngineInfo:
         dtype="float32",
         device="cpu",
         namespace=shard.namespace,
+        overflow_tokens=shard.overflow_blocks * layout.block_tokens,
     )
 
 

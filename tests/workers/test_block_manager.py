@@ -75,8 +75,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         source = table[0]
         shared = sum(other.count(source) for other in self.tables) > 1
         assert self.manager.must_copy(source) == (shared or source in self.content)
-        if self.manager.must_copy(source) and (pair := self.manager.replace_for_write(table, 0)) is not None:
-            assert pair == (source, table[0])
+        if self.manager.must_copy(source) and (fresh := self.manager.allocate(1)) is not None:
+            table[0] = fresh[0]
+            self.manager.release([source])
             self.content.pop(table[0], None)
 
     @invariant()
@@ -151,7 +152,6 @@ def test_no_change_when_too_few_blocks_are_free() -> None:
     table = manager.allocate(2) or []
     assert manager.allocate(2) is None
     assert manager.num_free == 1
-    manager.acquire(table)
     manager.allocate(1)
-    assert manager.replace_for_write(table, 0) is None
-    assert table == [0, 1]
+    assert manager.allocate(1) is None
+    manager.validate([table, [2]])

@@ -16,22 +16,29 @@ from tournant.workers.sampling_params import SamplingParams
 
 
 class Load:
-    """Random requests against one engine, checked against the solo answers."""
+    """Random requests against one engine, checked against the solo answers.
 
-    def __init__(self, rng: random.Random) -> None:
+    below: most places of its overflow; loses: share of reads there that fail.
+    """
+
+    def __init__(self, rng: random.Random, below: int = 0, loses: float = 0.0) -> None:
         self.rng = rng
+        self.loses = loses
         self.block_tokens = rng.choice([8, 16])
-        self.num_blocks = rng.randint(6, 40)
-        self.limit = self.num_blocks * self.block_tokens
+        self.num_blocks = rng.randint(2, 12) if below else rng.randint(6, 40)
+        num_below = rng.randint(1, below) if below else 0
+        self.limit = (self.num_blocks + num_below) * self.block_tokens
         self.engine = make_engine(
             self.num_blocks,
             self.block_tokens,
+            num_below=num_below,
             max_num_seqs=rng.choice([1, 3, 16]),
             max_num_batched_tokens=rng.choice([16, 50, 512]),
             enable_prefix_caching=rng.random() < 0.8,
             num_in_flight=rng.choice([1, 1, 2, 3]),
             pipeline_parallel_size=rng.choice([1, 1, 2, 3]),
         )
+        self.engine.runner.loses = lambda: rng.random() < loses  # type: ignore[attr-defined]
         self.prefixes = [[rng.randrange(997) for _ in range(rng.randint(1, self.limit // 2))] for _ in range(3)]
         self.requests: dict[int, EngineRequest] = {}
         self.answers: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -100,7 +107,8 @@ class Load:
                     frozenset(request.params.stop_token_ids),
                 )
                 got = self.answers[number, index]
-                if number in self.aborted:
+                lost = self.loses > 0 and self.finished.get((number, index)) == "error"
+                if number in self.aborted or lost:
                     assert got == want[: len(got)]
                     continue
                 assert got == want
@@ -114,6 +122,16 @@ class Load:
 @given(st.integers(min_value=0, max_value=1 << 32))
 def test_answers_do_not_depend_on_scheduling(seed: int) -> None:
     Load(random.Random(seed)).run(120)
+
+
+@given(st.integers(min_value=0, max_value=1 << 32))
+def test_answers_do_not_depend_on_where_blocks_lie(seed: int) -> None:
+    Load(random.Random(seed), below=60).run(120)
+
+
+@given(st.integers(min_value=0, max_value=1 << 32))
+def test_blocks_that_are_lost_below_are_computed_again(seed: int) -> None:
+    Load(random.Random(seed), below=60, loses=0.002).run(120)
 
 
 def test_a_tight_pool_preempts_and_still_answers_right() -> None:

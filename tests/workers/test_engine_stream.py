@@ -300,7 +300,6 @@ async def test_numbers_of_an_idle_engine_arrive() -> None:
         client = await place.connect()
         place.engine.stats = EngineStats(num_waiting=7, num_steps=2)
         await until(lambda: client.stats.num_waiting == 7)
-        assert client.last_step_time > 0
 
 
 @async_test

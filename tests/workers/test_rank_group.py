@@ -201,7 +201,7 @@ def test_a_rank_that_counts_otherwise_ends(ranks: Ranks, tiny_model: Path) -> No
         (FRAME_HEADER.pack((64 << 20) + 1), "rank 0 sent what is no frame: a frame of 67108865 bytes exceeds"),
         (FRAME_HEADER.pack(1) + b"\xc1", "rank 0 sent what is no frame: "),
         (pack_frame(["batch", 0, 1, [1, 2]]), "the leader told what is no batch: not enough values"),
-        (pack_frame(["batch", 0, 1, [None] * 11]), "the leader told what is no batch: 'NoneType' object is not"),
+        (pack_frame(["batch", 0, 1, [None] * 12]), "the leader told what is no batch: 'NoneType' object is not"),
         (pack_frame(["orders", [1], []]), "the leader told 'orders', which no rank knows"),
     ],
     ids=["too long", "garbage", "short batch", "no batch", "no orders"],

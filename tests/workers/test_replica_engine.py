@@ -59,7 +59,7 @@ def test_a_replica_comes_back(tiny_model: Path) -> None:
         assert (long.outputs[-1].finish_reason, long.outputs[-1].token_ids) == ("error", [])
 
         assert (engine.alive, engine.restarting, engine.info) == (True, True, first)
-        assert (engine.stats.kv_used, engine.stats.num_running, engine.last_step_time) == (0, 0, 0.0)
+        assert (engine.stats.kv_used, engine.stats.num_running) == (0, 0)
         assert engine.stats.num_steps > steps, "counters stay for whoever reads them late"
         with pytest.raises(EngineDeadError, match="is being started anew; try again"):
             Answer(engine, [1])
@@ -121,7 +121,6 @@ class FakeClient:
     def __init__(self, number: int) -> None:
         self.info = make_info(writer_id=number)
         self.stats = EngineStats(num_steps=7, kv_total=9, tiers=TierStats(attached=1, lookups=3))
-        self.last_step_time = 5.0
         self.num_finished = 0
         self.alive = True
         self.closed = False
@@ -363,15 +362,15 @@ def test_close_in_the_middle_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_it_says_while_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(starts: Starts, waits: list[float]) -> None:
         engine = await fake_engine()
-        assert (engine.stats, engine.last_step_time) == (starts.clients[0].stats, 5.0)
+        assert engine.stats == starts.clients[0].stats
         starts.go.clear()
         starts.clients[-1].die()
         told: list[Any] = []
         while starts.begun < 2:  # at once, and all the time
-            told.append((engine.stats, engine.last_step_time, engine.info.writer_id, engine.alive, engine.restarting))
+            told.append((engine.stats, engine.info.writer_id, engine.alive, engine.restarting))
             await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.001)
         stats = EngineStats(num_steps=7, tiers=TierStats(lookups=3))
-        assert all(item == (stats, 0.0, 1, True, True) for item in told)
+        assert all(item == (stats, 1, True, True) for item in told)
         assert told
         starts.go.set()
         await engine.wait_ready()

@@ -7,9 +7,8 @@ sequences of a step, one after another; nothing here knows which row belongs to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import embedding
@@ -20,39 +19,13 @@ from tournant.kernels.layout import KVLayout
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.forward_input import ForwardInput
 from tournant.workers.models.decoder_config import DecoderConfig
+from tournant.workers.models.layer_weights import LayerWeights
 from tournant.workers.models.linear import Linear, QuantizedLinear
 from tournant.workers.models.split_layers import GatheredLinear, Product, Ranks, SplitEmbedding, SummedLinear
 from tournant.workers.weights import Tensors
+from tournant.workers.weights_offload import LayerTiers, StreamedLayers
 
 REVISION = "decoder-4"  # part of the numerics tag of keys: changes when the arithmetic of a layer does
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """qkv: hidden to (heads + 2 kv_heads) * head_size, o: heads * head_size to hidden, gate_up: hidden to 2 * inter,
-    down: inter to hidden; norms [hidden], q_norm and k_norm [head_size].
-
-    attention_out_norm and mlp_out_norm normalise what is added to the residual (Gemma), None elsewhere.
-    """
-
-    qkv: Linear | QuantizedLinear
-    o: Linear | QuantizedLinear | SummedLinear
-    gate_up: Linear | QuantizedLinear
-    down: Linear | QuantizedLinear | SummedLinear
-    input_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    attention_out_norm: torch.Tensor | None = None
-    mlp_out_norm: torch.Tensor | None = None
-
-    def to(self, device: torch.device) -> LayerWeights:
-        """The same weights on a device."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            part = getattr(self, field.name)
-            moved[field.name] = None if part is None else part.to(device)
-        return LayerWeights(**moved)
 
 
 class Decoder:
@@ -61,7 +34,8 @@ class Decoder:
 
     packed: weights in the layout that is multiplied fastest; a row's bits then depend on how many there are. native:
     matrices that the checkpoint has quantised are multiplied so, the others as ever. Layers go to the device one by
-    one, so that the CPU's memory need not hold them all.
+    one, so that the CPU's memory need not hold them all, or where `tiers`, which need plain weights, take them;
+    `placed` says where that is.
     """
 
     def __init__(
@@ -73,6 +47,7 @@ class Decoder:
         *,
         packed: bool,
         native: bool = False,
+        tiers: LayerTiers | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -86,23 +61,47 @@ class Decoder:
             self._table = checkpoint.take("model.embed_tokens.weight", vocab_shape, dtype).to(device)
             self._embed = partial(embedding, weight=self._table)
         loader = _LayerLoader(config, checkpoint, dtype, packed, native)
-        first = config.first_layer
-        self._layers = [loader.load(first + index).to(device) for index in range(config.num_layers)]
-        after = "model.norm" if config.ends else f"model.layers.{first + config.num_layers}.input_layernorm"
-        self._norm = loader.norm(f"{after}.weight", config.hidden_size).to(device)
+        first, own = config.first_layer, [*self._ropes, *([] if self._table is None else [self._table])]
         if config.ends:
-            self._head = loader.head(self._table).to(device)
-        self._fused = self._fuse() if native and ops.backend(device) == "c" else None
+            self._head = head = loader.head(self._table).to(device)
+            own += head.matrices
+        after = "model.norm" if config.ends else f"model.layers.{first + config.num_layers}.input_layernorm"
+        norm = loader.norm(f"{after}.weight", config.hidden_size).to(device)
+        layers = (loader.load(first + index) for index in range(config.num_layers))
+        self._layers: list[LayerWeights] | StreamedLayers
+        if tiers is None:
+            self._layers = [layer.to(device) for layer in layers]
+        else:
+            fixed = {tensor.data_ptr(): tensor.nbytes for tensor in (*own, norm)}
+            self._layers = tiers.place(layers, config.num_layers, sum(fixed.values()), first)
+        placed = self._layers.peek if isinstance(self._layers, StreamedLayers) else self._layers.__getitem__
+        # the norm before each layer, and after the last: the model's last, or that before the layer that follows
+        self._norms = [*(placed(index).input_norm for index in range(config.num_layers)), norm]
+        self._fused = self._fuse() if native and ops.backend(device) == "c" and not self.streams else None
+
+    @property
+    def placed(self) -> StreamedLayers | None:
+        """The layers where `tiers` took them; None without."""
+        return self._layers if isinstance(self._layers, StreamedLayers) else None
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers come to the device while it computes, which no graph can hold."""
+        return isinstance(self._layers, StreamedLayers) and self._layers.streams
 
     def join(self, ranks: Ranks) -> None:
         """Compute from now on as one of several ranks, each of which holds a share of heads, inner columns and
         vocabulary: its sums are parts of theirs.
         """
+
+        def summed(layer: LayerWeights) -> LayerWeights:
+            return replace(layer, o=SummedLinear(layer.o, ranks), down=SummedLinear(layer.down, ranks))
+
         self._fused = None
-        self._layers = [
-            replace(layer, o=SummedLinear(layer.o, ranks), down=SummedLinear(layer.down, ranks))
-            for layer in self._layers
-        ]
+        if isinstance(self._layers, StreamedLayers):
+            self._layers.change(summed)
+        else:
+            self._layers = [summed(layer) for layer in self._layers]
         if self._table is not None:
             self._embed = SplitEmbedding(self._table, ranks)
         if self._head is not None:
@@ -131,9 +130,9 @@ class Decoder:
         are not the model's first, overwritten. Where they are not its last, returns that for the layers after.
         """
         if residual is None:
-            residual = self._embedded(step.input_ids)
-        hidden = ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_eps)
-        if self._fused is not None:
+            residual = self.embedded(step.input_ids)
+        hidden = self.first_norm(residual)
+        if self._fused is not None and step.overflow is None:
             ops.decoder_layers(
                 self._fused,
                 hidden,
@@ -147,9 +146,12 @@ class Decoder:
             return hidden if self.config.ends else residual
         for index in range(len(self._layers)):
             hidden = self.layer(index, hidden, residual, step, kv_cache, cache_layer=index, kv_scales=kv_scales)
+        if isinstance(self._layers, StreamedLayers):
+            self._layers.release()
         return hidden if self.config.ends else residual
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual [rows, hidden] that the model's first layer begins with, of int64 token ids [rows]."""
         if self._embed is None:
             raise InvariantViolation("layers that are not the model's first were given no residual")
         residual = self._embed(token_ids)
@@ -157,11 +159,15 @@ class Decoder:
             residual.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
         return residual
 
+    def first_norm(self, residual: torch.Tensor) -> torch.Tensor:
+        """What `layer` takes for layer 0: the normed residual."""
+        return ops.rms_norm(residual, self._norms[0], self.config.rms_eps)
+
     def _fuse(self) -> FusedLayers | None:
         """The layers for one call with the same bits; None when one has parts that such a call does not know."""
         config, parts = self.config, []
-        for index, weights in enumerate(self._layers):
-            kind = config.kind_of(index)
+        for index in range(len(self._layers)):
+            kind, weights = config.kind_of(index), self._layers[index]
             qkv, o, gate_up, down = (
                 linear.matrix if isinstance(linear, QuantizedLinear) else None
                 for linear in (weights.qkv, weights.o, weights.gate_up, weights.down)
@@ -171,7 +177,7 @@ class Decoder:
             if weights.q_norm is not None or weights.attention_out_norm is not None:
                 return None
             table = None if kind.rope is None else self._ropes[kind.rope]
-            norms = (weights.mlp_norm, self._norm_after(index))
+            norms = (weights.mlp_norm, self._norms[index + 1])
             parts.append(LayerParts(qkv, o, gate_up, down, *norms, table, kind.window))
         return FusedLayers(
             parts,
@@ -184,10 +190,6 @@ class Decoder:
             gelu=config.activation == "gelu_tanh",
             dtype=self.dtype,
         )
-
-    def _norm_after(self, index: int) -> torch.Tensor:
-        """The norm that follows a layer: of the last one here, the model's last or that before the layer after it."""
-        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
 
     def layer(
         self,
@@ -210,7 +212,7 @@ class Decoder:
         hidden = weights.down(gated)
         if weights.mlp_out_norm is not None:
             hidden = ops.rms_norm(hidden, weights.mlp_out_norm, eps)
-        return ops.rms_norm(hidden, self._norm_after(index), eps, residual)
+        return ops.rms_norm(hidden, self._norms[index + 1], eps, residual)
 
     def _attention(
         self,
@@ -221,18 +223,13 @@ class Decoder:
         cache_layer: int,
         kv_scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        config, weights, kind = self.config, self._layers[index], self.config.kind_of(index)
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = weights.qkv(hidden).view(-1, heads + 2 * kv_heads, size)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = ops.rms_norm(q.reshape(-1, size), weights.q_norm, config.rms_eps).view(-1, heads, size)
-            k = ops.rms_norm(k.reshape(-1, size), weights.k_norm, config.rms_eps).view(-1, kv_heads, size)
-        if kind.rope is None:
-            ops.store_kv(k, v, kv_cache, cache_layer, step.slot_mapping, kv_scales=kv_scales)
-        else:
-            table, positions, slots = self._ropes[kind.rope], step.rope_positions, step.slot_mapping
-            ops.rope_store_kv(q, k, v, table, positions, kv_cache, cache_layer, slots, kv_scales=kv_scales)
+        config, kind = self.config, self.config.kind_of(index)
+        q = self.queries(index, hidden, step, kv_cache, cache_layer, kv_scales=kv_scales)
+        if step.overflow is not None:
+            attended = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            scale, softcap = config.attention_scale, config.attention_softcap
+            step.overflow.attend(attended, q, kv_cache, cache_layer, scale, kind.window, softcap)
+            return self._layers[index].o(attended.flatten(1))
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ops.paged_attention(
             attended,
@@ -245,7 +242,33 @@ class Decoder:
             softcap=config.attention_softcap,
             kv_scales=kv_scales,
         )
-        return weights.o(attended.view(-1, heads * size))
+        return self._layers[index].o(attended.view(-1, config.num_heads * config.head_size))
+
+    def queries(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        step: ForwardInput,
+        kv_cache: torch.Tensor,
+        cache_layer: int,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The queries [rows, heads, head_size] of a layer, as they attend, of its normed input; stores its KV."""
+        config, weights, kind = self.config, self._layers[index], self.config.kind_of(index)
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+        qkv: torch.Tensor = weights.qkv(hidden).view(-1, heads + 2 * kv_heads, size)
+        q: torch.Tensor
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = ops.rms_norm(q.reshape(-1, size), weights.q_norm, config.rms_eps).view(-1, heads, size)
+            k = ops.rms_norm(k.reshape(-1, size), weights.k_norm, config.rms_eps).view(-1, kv_heads, size)
+        if kind.rope is None:
+            ops.store_kv(k, v, kv_cache, cache_layer, step.slot_mapping, kv_scales=kv_scales)
+        else:
+            table, positions, slots = self._ropes[kind.rope], step.rope_positions, step.slot_mapping
+            ops.rope_store_kv(q, k, v, table, positions, kv_cache, cache_layer, slots, kv_scales=kv_scales)
+        return q
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab] of hidden states [rows, hidden], where the model's last layer is."""
@@ -332,4 +355,7 @@ class _LayerLoader:
             if len(found) == len(shapes):
                 return QuantizedLinear(found, bias)
         parts = [checkpoint.take(name, shape, dtype) for name, shape in shapes.items()]
-        return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias, packed=self._packed)
+        places = [checkpoint.place(name, shape, dtype) for name, shape in shapes.items()]
+        known = [place for place in places if place is not None]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Linear(weight, bias, packed=self._packed, places=known if len(known) == len(places) else None)

@@ -8,12 +8,14 @@ rows, the plain call serves. Matrices that are multiplied as a GGUF file quantis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 
 from tournant.kernels import ops
 from tournant.kernels.quantized import QuantizedMatrix, pack
+from tournant.workers.weights import FilePlace
 
 PACKED_FOR_ROWS = 32  # the number of rows the layout is chosen for; measured best or equal from 1 to 512
 
@@ -31,12 +33,39 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """x[N, I] -> x times the transpose of weight[O, I], plus bias[O]: a new [N, O]. packed: see `can_pack`."""
+    """x[N, I] -> x times the transpose of weight[O, I], plus bias[O]: a new [N, O]. packed: see `can_pack`; places:
+    in files, which one after another hold the weight's bytes, None where there are none.
+    """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        packed: bool,
+        places: Sequence[FilePlace] | None = None,
+    ) -> None:
         self._packed = packed
+        self.places = places
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if packed else weight
         self._bias = bias
+
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """The weight, as it is multiplied."""
+        return [self._weight]
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of everything else."""
+        return 0 if self._bias is None else self._bias.nbytes
+
+    def with_matrices(self, matrices: Sequence[torch.Tensor]) -> Linear:
+        """The same product with this weight, on its own device until `to`. Raises ValueError when it is packed."""
+        if self._packed:
+            raise ValueError("a packed weight cannot be put elsewhere")
+        (weight,) = matrices
+        return Linear(weight, self._bias, packed=False)
 
     def to(self, device: torch.device) -> Linear:
         """The same weights on a device; packed ones stay on the CPU. Weights that are there already are shared."""
@@ -79,6 +108,25 @@ class QuantizedLinear:
     def matrix(self) -> QuantizedMatrix | None:
         """All of it, where it is one matrix."""
         return self._matrices[0] if len(self._matrices) == 1 else None
+
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """Tiles of each matrix, as they are multiplied."""
+        return [matrix.tiles for matrix in self._matrices]
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of everything else."""
+        return sum(matrix.bias.nbytes for matrix in self._matrices if matrix.bias is not None)
+
+    def with_matrices(self, matrices: Sequence[torch.Tensor]) -> QuantizedLinear:
+        """The same product with these tiles."""
+        other = QuantizedLinear([], out_dtype=self._out_dtype)
+        other._outputs = self._outputs
+        other._matrices = [
+            replace(matrix, tiles=tiles, native=None) for matrix, tiles in zip(self._matrices, matrices, strict=True)
+        ]
+        return other
 
     def to(self, device: torch.device) -> QuantizedLinear:
         """Itself: it computes on the CPU alone. Raises ValueError for another device."""

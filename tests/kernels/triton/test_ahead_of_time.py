@@ -12,6 +12,9 @@ import pytest
 REPO = Path(__file__).resolve().parents[3]
 KERNELS = {
     "block_copy",
+    "flash_dkv",
+    "flash_dq",
+    "flash_forward",
     "gated",
     "merge_splits",
     "merge_states",
@@ -42,4 +45,7 @@ def test_kernels_compile_and_do_not_spill() -> None:
                 for size in (64, 128):
                     label = f"{dtype} head {size}, blocks of 64"
                     assert [row[5] for row in rows if row[:3] == [kernel, label, arch]] == ["0"], (label, arch)
+        for kernel in ("flash_forward", "flash_dq", "flash_dkv"):
+            for size in (64, 128):
+                assert [row[5] for row in rows if row[:3] == [kernel, f"bf16 head {size}", arch]] == ["0"], (size, arch)
     assert [row for row in rows if row[5] != "0"] == []  # none of these may spill
