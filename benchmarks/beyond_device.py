@@ -40,8 +40,7 @@ def run(options: Options) -> Report:
     for table in _contexts(files, options):
         report.add(table)
     report.add(_sparse(files, options))
-    for table in weights_offload.run(options).tables:
-        report.add(table)
+    report.add(weights_offload.measure(options))
     return report
 
 
@@ -197,7 +196,12 @@ def _sparse(files: ModelFiles, options: Options) -> Table:
     )
     rows = [
         ["dense", whole.map(lambda s: s * 1e6), "", ""],
-        ["half of the blocks, chosen", both.map(lambda s: s * 1e6), both.over(whole), at_most(MAX_SPARSE, both.over(whole))],
+        [
+            "half of the blocks, chosen",
+            both.map(lambda s: s * 1e6),
+            both.over(whole),
+            at_most(MAX_SPARSE, both.over(whole)),
+        ],
         [
             "of that, choosing",
             found["choosing"].map(lambda s: s * 1e6),
@@ -205,7 +209,9 @@ def _sparse(files: ModelFiles, options: Options) -> Table:
             at_most(MAX_CHOOSING, found["choosing"].over(whole)),
         ],
     ]
-    return Table(f"Sparse attention of one row over {tokens} tokens", ("attention", "microseconds", "/ dense", "bar"), rows)
+    return Table(
+        f"Sparse attention of one row over {tokens} tokens", ("attention", "microseconds", "/ dense", "bar"), rows
+    )
 
 
 if __name__ == "__main__":

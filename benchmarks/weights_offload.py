@@ -41,7 +41,7 @@ from tournant.workers.model_runner import ModelRunner
 from tournant.workers.spill_file import bypass_page_cache
 from tournant.workers.weights_offload import StreamedLayers, WeightsPlaces
 
-SHAPE = {"num_layers": 12, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "intermediate": 2816, "vocab_size": 2048}
+SHAPE = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "intermediate": 2816, "vocab_size": 2048}
 QUICK_SHAPE = SHAPE | {"num_layers": 8, "hidden": 128, "num_heads": 2, "num_kv_heads": 2, "intermediate": 256}
 EMULATED_BYTES_PER_S = 500_000_000
 CONTEXT, PREFILL = 128, 512
@@ -92,7 +92,7 @@ class _Place:
 
 def _kinds(block_tokens: int, vocab: int, quick: bool) -> dict[str, tuple[int, int, Callable[[], Batch]]]:
     """Tokens of a step, steps of a round, and its batch, by name."""
-    prefill, steps = (64, 2) if quick else (PREFILL, 8)
+    prefill, steps = (64, 2) if quick else (PREFILL, 4)
     return {
         f"prefill of {prefill}": (prefill, 1, lambda: prefill_batch(0, 0, prefill, block_tokens, vocab)),
         "decode, batch 1": (1, steps, lambda: decode_batch([CONTEXT], block_tokens)),
@@ -166,16 +166,19 @@ def _measured(files: ModelFiles, options: Options) -> Table:
     places[SLOW].layers.host_pace = Pace(EMULATED_BYTES_PER_S)
     kinds = _kinds(whole.runner.layout.block_tokens, whole.runner.decoder_config.vocab_size, options.quick)
     rates = {"RAM": _raw_ram(found.resident // count), "disk": _raw_disk(sorted(files.folder.glob("*.safetensors"))[0])}
-    contestants = {f"raw {link}": rate for link, rate in rates.items()}
+    rates["emulated"] = lambda: float(EMULATED_BYTES_PER_S)
+    contestants: dict[str, Callable[[], float]] = {}
     for kind, (_, steps, batch) in kinds.items():
-        contestants |= {f"{name}, {kind}": place.seconds(kind, batch, steps) for name, place in places.items()}
+        for name, place in places.items():
+            if place.link is not None:  # right before what is compared with it: drives change their pace
+                contestants[f"raw, {name}, {kind}"] = rates[place.link]
+            contestants[f"{name}, {kind}"] = place.seconds(kind, batch, steps)
     say(f"{files.folder.name}: {found.fixed + found.resident:,} bytes of weights, {count} layers")
     with torch.inference_mode():
         samples = interleave(contestants, options.rounds)
     for name, place in places.items():
         if place.tokens != whole.tokens:
             raise BenchmarkError(f"{name}: tokens are not those of all layers on the device")
-    samples["raw emulated"] = Samples((float(EMULATED_BYTES_PER_S),) * options.rounds)
     return Table(
         "tokens/s of weights in lower tiers",
         (
@@ -192,7 +195,7 @@ def _measured(files: ModelFiles, options: Options) -> Table:
         [row for name, place in places.items() for row in _rows(name, place, kinds, samples)],
         (
             "Bound: the lesser of tokens/s with all layers on the device and of what the link lets through, of the same"
-            f" round. Link: plain copies by one thread; plain direct reads of {READ_BYTES >> 20} MiB by {READ_THREADS}.",
+            f" round. Link: plain copies by one thread, or direct reads of {READ_BYTES >> 20} MiB by {READ_THREADS}.",
             f"float32, {options.threads} threads; every place chose the same tokens. On a CPU a copy from RAM takes "
             "memory bandwidth from computing, which the bound does not know.",
         ),
@@ -214,7 +217,7 @@ def _rows(
             rows.append([*row, rate, 0.0, "-", rate, 1.0, "-"])
             continue
         num_bytes = place.places.host + place.places.disk
-        link = samples[f"raw {place.link}"]
+        link = samples[f"raw, {name}, {kind}"]
         least = [max(a, num_bytes / b) for a, b in zip(resident.values, link.values, strict=True)]
         share = Samples(tuple(least)).over(own)
         bound = Samples(tuple(tokens / seconds for seconds in least))

@@ -172,15 +172,7 @@ DIRECTORY_ENTRIES = _gauge("tournant_directory_entries", "Blocks that the shard 
 DIRECTORY_NODES = _gauge("tournant_directory_nodes", "Nodes that the shard has heard of", *OF_SHARD)
 HITS_BY_TIER = {"host": "host_hit_tokens", "nvme": "nvme_hit_tokens"}  # the rest was on the device
 
-SPECS = (
-    NUM_RUNNING,
-    NUM_WAITING,
-    KV_USAGE,
-    PREFIX_QUERIES,
-    PREFIX_HITS,
-    PREEMPTIONS,
-    PROMPT_TOKENS,
-    GENERATION_TOKENS,
+REQUEST_SPECS = (  # of whoever takes requests
     SUCCESS,
     TTFT,
     TPOT,
@@ -190,16 +182,29 @@ SPECS = (
     DECODE_TIME,
     REQUEST_PROMPT_TOKENS,
     REQUEST_GENERATION_TOKENS,
-    ENGINE_UP,
-    ENGINE_STEPS,
-    KV_BLOCKS,
     OUTSTANDING,
     WEIGHTS_EPOCH,
     HTTP_REQUESTS,
+)
+SPECS = (
+    *REQUEST_SPECS,
+    NUM_RUNNING,
+    NUM_WAITING,
+    KV_USAGE,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    ENGINE_UP,
+    ENGINE_STEPS,
+    KV_BLOCKS,
     EXTERNAL_QUERIES,
     EXTERNAL_HITS,
     NUM_RESTORING,
     HIT_TOKENS,
+    *OVERFLOW_COUNTERS.values(),
+    OVERFLOW_BLOCKS,
     *TIER_COUNTERS.values(),
     *TIER_GAUGES.values(),
 )
@@ -281,10 +286,15 @@ class PrometheusBackend:
 
 
 class MetricsRegistry:
-    """Turns plain values into recorded metrics. Not thread-safe: used on the frontend's event loop."""
+    """Turns plain values into recorded metrics. Not thread-safe: used on the frontend's event loop.
+
+    specs: what it has series of.
+    """
+
+    specs: tuple[MetricSpec, ...] = SPECS
 
     def __init__(self, model_name: str, backend: MetricsBackend) -> None:
-        self._record = {spec: backend.recorder(spec, model_name) for spec in SPECS}
+        self._record = {spec: backend.recorder(spec, model_name) for spec in self.specs}
         self._seen = EngineStats()
 
     def record_engine(self, stats: EngineStats, alive: bool, outstanding: int, epoch: int = 0) -> None:

@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-MAX_PARENT_CHARS = 24  # Ray adds about 80 to it, and a socket's name may have 107
+MAX_SOCKET_CHARS = 107
+BELOW_PARENT_CHARS = 85  # of a socket of Ray's at most (local_ray.py), without the digits of the user's id
 LOCK_NAME = "lock"
 STAGING_AGE_S = 60.0
 STORE_SOCKET = Path("kv", "socket")  # of a node store, in a run folder
@@ -27,7 +28,8 @@ STORE_SOCKET = Path("kv", "socket")  # of a node store, in a run folder
 def temporary_folder() -> Path:
     """Where run folders are made: the system's temporary folder if its path is short enough for sockets, else /tmp."""
     base = Path(tempfile.gettempdir())
-    return base if len(str(base)) <= MAX_PARENT_CHARS else Path("/tmp")
+    longest = len(os.fsencode(base)) + BELOW_PARENT_CHARS + len(str(os.getuid()))
+    return base if longest <= MAX_SOCKET_CHARS else Path("/tmp")
 
 
 def store_sockets(parent: Path | None = None) -> list[Path]:

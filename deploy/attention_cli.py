@@ -4,7 +4,7 @@ Owns flags, what is refused before anything is loaded, and exit codes. The work 
 than everything else of the command line, so attention_job.py is imported only once it is to be done.
 
 Exit codes: 0 done, 1 the disk is full or fails, 2 wrong arguments, model or configuration, 130 stopped by Ctrl-C.
-Whatever the code, if it is not 0 no array is left.
+If it is not 0, no array is left; but what ends it while pictures are drawn leaves all arrays, whole, and the manifest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def attention_command(
     except (ConfigError, ModelFormatError) as error:
         _fail(str(error), 2)
     except OSError as error:
-        _fail(error.strerror or str(error), 1)
+        what = error.strerror or str(error)
+        _fail(what if error.filename is None else f"{error.filename}: {what}", 1)
     except KeyboardInterrupt:
         _fail("stopped", 130)
 
@@ -79,9 +80,11 @@ def _text(prompt: str | None, file: Path | None) -> str:
     if file is None:
         return prompt or ""
     try:
-        if file.stat().st_size > MAX_PROMPT_BYTES:
-            raise ConfigError(f"{file} has {file.stat().st_size} bytes; at most {MAX_PROMPT_BYTES} are read")
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            data = opened.read(MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:
+            raise ConfigError(f"--file {file} has more than {MAX_PROMPT_BYTES} bytes; give a shorter prompt")
+        return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {file} cannot be read: {error}") from None
 

@@ -31,7 +31,9 @@ def run(
     png: bool,
     overwrite: bool,
 ) -> None:
-    """Write the maps and, with `png`, a picture beside each. Raises as `write_attention_maps`."""
+    """Write the maps and, with `png`, a picture beside each. Raises as `write_attention_maps`; what ends it while
+    pictures are drawn leaves the maps.
+    """
     config = EngineConfig(device=device, dtype=dtype)
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -60,6 +62,10 @@ def run(
 
 def _draw_all(maps: AttentionMaps, request: MapRequest, model: str, progress: Progress) -> None:
     bar = progress.add_task("pictures", total=len(maps.names))
-    for name in maps.names:
-        draw(maps, name, request.token_texts or (), model)
-        progress.advance(bar)
+    try:
+        for name in maps.names:
+            draw(maps, name, request.token_texts or (), model)
+            progress.advance(bar)
+    except (OSError, KeyboardInterrupt):
+        progress.console.print(f"all arrays are in {maps.folder}, but not all pictures")
+        raise

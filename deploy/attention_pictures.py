@@ -37,7 +37,9 @@ def down_sample(array: npt.NDArray[np.float32], cells: int) -> npt.NDArray[np.fl
 
 
 def draw(maps: AttentionMaps, name: MapName, token_texts: Sequence[str], model: str) -> Path:
-    """Draw one array and return the picture. Raises ImportError without matplotlib, OSError when the disk is full."""
+    """Draw one array and return the picture. Raises ImportError without matplotlib, OSError when the disk is full; no
+    picture is left then.
+    """
     figures: Any = importlib.import_module("matplotlib.figure")
     count = maps.num_tokens
     cells = min(count, MAX_CELLS)
@@ -58,8 +60,12 @@ def draw(maps: AttentionMaps, name: MapName, token_texts: Sequence[str], model: 
     figure.colorbar(image, ax=axes, label=name.kind.removesuffix("s") if name.kind == "scores" else "probability")
     path = maps.folder / f"{name.stem}.png"
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        figure.savefig(file, format="png", dpi=120)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            figure.savefig(file, format="png", dpi=120)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return path
 
 

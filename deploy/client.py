@@ -7,26 +7,28 @@ Invariants:
  1. A call that is sent again has given nothing to its caller before.
  2. Whoever stops waiting (a closed stream, a cancelled task, Ctrl-C) ends the engine's work on that request.
  3. A batch holds at most max_in_flight requests open and WINDOW times as many prompts and answers in memory.
+ 4. Nothing of a caller's runs on the loop: prompts are taken by a thread of the batch's, and may come from the client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import random
-import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar, Unpack
 
 import ray
 from ray import serve
+from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import (
     BackPressureError,
@@ -45,6 +47,8 @@ from tournant.deploy.client_types import (
     Outcome,
     Piece,
     Prompt,
+    check_batch,
+    check_options,
 )
 from tournant.deploy.config import APP_NAME, DEPLOYMENT_NAME
 from tournant.deploy.errors import GenerationFailed, RequestError
@@ -54,6 +58,8 @@ READY_S, RETRIES = 60.0, 2
 POLL_S = 0.2
 REACHABLE_S = CLOSE_S = 5.0
 MAX_WAIT_S = 30.0  # between two tries
+MAX_TIMEOUT_S = 1e9
+FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of whoever connects to Ray; its request is empty
 WINDOW = 4  # times max_in_flight
 LOCAL_HOSTS = ("localhost", "127.0.0.1")
 OURS = (RequestError, GenerationFailed, Overloaded, EngineDeadError)
@@ -91,6 +97,7 @@ class AsyncClient:
         return await self._generate("chat", messages, options)
 
     async def _generate(self, method: str, prompt: Prompt, options: Options) -> Completion:
+        check_options(options)
         tries = _Tries(self.app, self._patience)
         while True:
             try:
@@ -102,6 +109,7 @@ class AsyncClient:
         """As `generate`, piece by piece. Nothing is sent until it is read; closing it ends the engine's work. Raises
         as `generate`, but is not sent again once a piece was read.
         """
+        check_options(options)
         tries, delivered = _Tries(self.app, self._patience), False
         while True:
             try:
@@ -115,27 +123,48 @@ class AsyncClient:
                     raise
                 await tries.wait(error)
 
-    async def batch(
+    def batch(
         self, prompts: Iterable[Prompt], *, max_in_flight: int = 64, **options: Unpack[Options]
     ) -> AsyncGenerator[Outcome, None]:
         """Outcomes in the order of the prompts, which are taken as they are needed, at most max_in_flight at once.
 
-        A prompt that fails gives an outcome with its error; the others go on. Closing it ends what runs.
+        Prompts are taken by a thread of their own, so a slow source delays nothing but its own prompts. One that fails
+        gives an outcome with its error; the others go on. Closing it ends what runs. Raises ValueError (RequestError)
+        at once for a max_in_flight, prompts or options that can never do, and what the source of prompts raises.
         """
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
+        check_batch(prompts, max_in_flight)
+        check_options(options)
+        return self._batch(enumerate(prompts), max_in_flight, options)
+
+    async def _batch(
+        self, numbered: Iterator[tuple[int, Prompt]], max_in_flight: int, options: Options
+    ) -> AsyncGenerator[Outcome, None]:
         open_calls = asyncio.Semaphore(max_in_flight)
-        numbered = enumerate(prompts)
+        source = _Source(numbered)
         running: deque[asyncio.Task[Outcome]] = deque()
+        taking: asyncio.Future[tuple[int, Prompt] | None] | None = source.take()
         try:
             while True:
-                for number, prompt in islice(numbered, WINDOW * max_in_flight - len(running)):
-                    running.append(asyncio.create_task(self._outcome(open_calls, number, prompt, options)))
-                if not running:
+                awaited: list[asyncio.Future[Any]] = [*([taking] if taking else []), *([running[0]] if running else [])]
+                if not awaited:
                     return
-                await asyncio.wait([running[0]])  # not the task itself: cancelled alone, it would let another one begin
-                yield running.popleft().result()
+                # not the task itself: cancelled alone, it would let another one begin
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if taking and taking.done():
+                    found, taking = taking.result(), None
+                    if found is None:
+                        source.over = True
+                    else:
+                        running.append(asyncio.create_task(self._outcome(open_calls, *found, options)))
+                done = running.popleft() if running and running[0].done() else None
+                if not taking and not source.over and len(running) < WINDOW * max_in_flight:
+                    taking = source.take()
+                if done:
+                    yield done.result()
         finally:
+            source.close()
+            if taking:
+                taking.cancel()
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -172,13 +201,15 @@ class AsyncClient:
                 response.cancel()
 
     def _method(self, name: str, options: Options, stream: bool = False) -> Any:
-        changes = {"session_id": options["session_id"]} if "session_id" in options else {}
+        session_id = options.get("session_id")
+        changes = {} if session_id is None else {"session_id": session_id}
         handle = self._handle.options(stream=stream, **changes) if stream or changes else self._handle
         return getattr(handle, name)
 
     async def _within(self, options: Options, cancel: Callable[[], None], awaited: Any) -> Any:
         """Wait for something of a call, no longer than it may take. Raises errors as callers know them."""
-        limit_s = options["timeout_s"] + self._patience.ready_s if "timeout_s" in options else None
+        timeout_s = options.get("timeout_s")
+        limit_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S) + self._patience.ready_s
         try:
             return await asyncio.wait_for(_wait(awaited), limit_s)
         except asyncio.CancelledError:
@@ -215,13 +246,43 @@ class _Tries:
         await asyncio.sleep(wait_s)
 
 
+class _Source:
+    """Prompts, each taken when it is asked for, on a thread that ends with the process though the source blocks it."""
+
+    def __init__(self, numbered: Iterator[tuple[int, Prompt]]) -> None:
+        self.over = False
+        self._wanted: queue.SimpleQueue[Future[tuple[int, Prompt] | None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(numbered,), daemon=True, name="tournant-prompts").start()
+
+    def take(self) -> asyncio.Future[tuple[int, Prompt] | None]:
+        """The next prompt and its number, None after the last."""
+        wanted: Future[tuple[int, Prompt] | None] = Future()
+        self._wanted.put(wanted)
+        return asyncio.wrap_future(wanted)
+
+    def close(self) -> None:
+        """Take no more; what is being taken is dropped."""
+        self._wanted.put(None)
+
+    def _serve(self, numbered: Iterator[tuple[int, Prompt]]) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            if not wanted.set_running_or_notify_cancel():
+                continue
+            try:
+                wanted.set_result(next(numbered, None))
+            except Exception as error:  # it is the batch's to raise
+                wanted.set_exception(error)
+            except BaseException as error:  # SystemExit would end the loop
+                wanted.set_exception(RuntimeError(f"the source of prompts raised {error!r}"))
+
+
 class Client:
     """The same calls for programs without an event loop; from any thread. `aio` has them for one with."""
 
     def __init__(self, app: str, handle: Any, patience: Patience) -> None:
         self.aio = AsyncClient(app, handle, patience)
         self._loop = loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True, name="tournant-client")
+        self._thread = thread = threading.Thread(target=loop.run_forever, daemon=True, name="tournant-client")
         thread.start()
         self._close = weakref.finalize(self, _end, loop, thread)  # runs at the interpreter's exit too
 
@@ -240,7 +301,7 @@ class Client:
     def batch(
         self, prompts: Iterable[Prompt], *, max_in_flight: int = 64, **options: Unpack[Options]
     ) -> Iterator[Outcome]:
-        """As `AsyncClient.batch`; prompts are taken in a thread of the client's."""
+        """As `AsyncClient.batch`; prompts may come from calls of this client."""
         return self._iterate(self.aio.batch(prompts, max_in_flight=max_in_flight, **options))
 
     def close(self) -> None:
@@ -252,20 +313,36 @@ class Client:
             while (found := self._run(_next(items))) is not None:
                 yield found
         finally:
-            if self._close.alive:  # else `_end` has closed it
+            if threading.current_thread() is self._thread:  # where it was found to be garbage
+                self._loop.create_task(_close(items))
+            elif self._close.alive:  # else `_end` has closed it
                 self._run(items.aclose())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop and wait; Ctrl-C here cancels it there."""
+        """Run it on the loop and wait; Ctrl-C here cancels it there, and is raised once it has ended there."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("called on the client's own event loop, which it would block; await client.aio's there")
         if not self._close.alive:
             work.close()
             raise NotConnected("this client is closed; connect again")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        begun: list[asyncio.Task[T]] = []
+        ended: Future[asyncio.Task[T]] = Future()
+
+        def begin() -> None:
+            begun.append(self._loop.create_task(work))
+            begun[0].add_done_callback(ended.set_result)
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            task = ended.result()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(lambda: begun[0].cancel())  # `begin` ran before
+            ended.result().cancelled() or ended.result().exception()  # else asyncio logs it as overlooked
             raise
+        if task.cancelled():
+            raise NotConnected("this client was closed meanwhile; connect again")
+        return task.result()
 
 
 def connect(
@@ -300,14 +377,25 @@ def _join_ray(address: str | None, namespace: str | None) -> None:
             raise NotConnected(f"this process is connected to Ray at {here}, not at {address}; leave out the address")
         return
     try:
-        if is_plain:  # Ray itself tries for minutes
-            socket.create_connection((host, int(port)), REACHABLE_S).close()
+        if address and is_plain:  # Ray itself tries for minutes
+            _probe(address)
         ray.init(address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise NotConnected(
             f"no Ray cluster answers at {address or 'this machine'}: {error}; start one by `ray start --head`, or name "
-            "another address"
+            "the address that it printed, whose port is 6379 unless it was told another"
         ) from error
+
+
+def _probe(address: str) -> None:
+    """Raises ConnectionError unless a Ray cluster's control service answers there."""
+    channel = init_grpc_channel(address, [("grpc.enable_http_proxy", 0)])
+    try:
+        failed = channel.unary_unary(FIRST_CALL).future(b"", timeout=REACHABLE_S).exception()
+    finally:
+        channel.close()
+    if failed is not None:
+        raise ConnectionError(f"{failed.code().name}: {' '.join(str(failed.details()).split())[:300]}")
 
 
 def _applications() -> dict[str, ApplicationStatusOverview]:
@@ -386,6 +474,10 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 async def _wait(awaited: Any) -> Any:
     return await awaited
+
+
+async def _close(items: AsyncGenerator[T, None]) -> None:
+    await items.aclose()
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:

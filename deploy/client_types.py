@@ -6,9 +6,12 @@ the calls; errors of the service itself are those of errors.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypedDict
+
+from tournant.deploy.errors import RequestError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
 
@@ -45,13 +48,14 @@ class NotReady(RuntimeError):  # noqa: N818 - names the fact
 class Options(TypedDict, total=False):
     """Of a call. session_id: requests of one conversation go to the replica that has its blocks; cache_salt: cached
     blocks are shared only with the same salt; priority: lower runs earlier; timeout_s: most seconds that the service
-    may take, and ready_s more until the caller is told; the rest are SamplingParams' fields.
+    may take, and ready_s more until the caller is told, None = the service's own limit; the rest are SamplingParams'
+    fields.
     """
 
     session_id: str
     cache_salt: str
     priority: int
-    timeout_s: float
+    timeout_s: float | None
     n: int
     max_tokens: int
     min_tokens: int
@@ -183,6 +187,36 @@ class Outcome:
         if self.completion is None:
             raise self.error or ValueError("an outcome without completion or error")
         return self.completion
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises RequestError for names that no call has, and for a timeout_s that is none; the service checks the rest."""
+    for name in options.keys() - Options.__annotations__.keys():
+        near = difflib.get_close_matches(name, Options.__annotations__, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(Options.__annotations__)}"
+        raise RequestError(f"unknown option {name}{hint}", name)
+    timeout_s = options.get("timeout_s")
+    if timeout_s is not None and (
+        type(timeout_s) is bool or not isinstance(timeout_s, int | float) or not timeout_s > 0
+    ):
+        raise RequestError(
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, or None for the service's own limit",
+            "timeout_s",
+        )
+
+
+def check_batch(prompts: Iterable[Prompt], max_in_flight: int) -> None:
+    """Raises RequestError unless there may be prompts in it, and a whole number of them at once."""
+    if type(max_in_flight) is not int or max_in_flight < 1:
+        raise RequestError(
+            f"max_in_flight is {max_in_flight!r}; it must be a whole number of at least 1", "max_in_flight"
+        )
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {prompts!r:.100}; it must be a list of prompts, or something else to iterate over that gives "
+            "prompts; for a single one use generate",
+            "prompts",
+        )
 
 
 def _logprobs(entries: Sequence[tuple[int, Mapping[str, Any]]] | None) -> tuple[TokenLogprob, ...] | None:

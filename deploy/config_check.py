@@ -31,6 +31,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from tournant.cluster.autoscaling import PolicyConfig
 from tournant.cluster.kv_router import RouterOptions
+from tournant.deploy.access import Access
+from tournant.deploy.access_config import AccessConfig
 from tournant.deploy.config import (
     DEPLOYMENT_NAME,
     IMPORT_PATH,
@@ -277,6 +279,13 @@ def _errors_by_field(model: type[BaseModel], given: Mapping[str, Any]) -> list[A
     ]
 
 
+def _faults_of_secrets(access: AccessConfig) -> list[str]:
+    """Of the files of keys that are on this machine; others are for those that serve HTTP to find."""
+    names = ("api_keys_file", "admin_key_file")
+    absent = {name: None for name in names if (path := getattr(access, name)) is not None and not Path(path).exists()}
+    return _faults_of(partial(Access, access.model_copy(update=absent)))
+
+
 def _faults_of_ours(app: Mapping[str, Any], where: str) -> list[str]:
     """Faults of `args`, and of overrides of deployments that `args` make."""
     args, overrides = app.get("args") or {}, app.get("deployments") or []
@@ -288,6 +297,8 @@ def _faults_of_ours(app: Mapping[str, Any], where: str) -> list[str]:
         config = parse_config({key: value for key, value in args.items() if key not in ("host", "port")})
     except ConfigError as error:
         faults += [f"{where}.args: {line}" for line in str(error).splitlines()]
+    if config is not None:
+        faults += [f"{where}.args.access: {fault}" for fault in _faults_of_secrets(config.access)]
     names = [DEPLOYMENT_NAME] if config is not None and config.ingress == "direct" else [DEPLOYMENT_NAME, INGRESS_NAME]
     seen: set[str] = set()
     for place, override in enumerate(overrides):

@@ -71,10 +71,10 @@ MEANINGS = {
     "advanced.overflow_disk_bytes_per_s": "emulated drive of that file, bytes a second; 0: off",
     "advanced.overflow_attention": "how that RAM is attended to: by the CPU where it lies, or copied to the device; "
     "auto: per step, by what both took before",
-    "advanced.weights_offload": "layers that do not fit device_bytes stream to the device from RAM (host_bytes) or disk "
-    "while it computes; sizes are of each rank; null: all are on it (docs/beyond-the-device.md)",
-    "advanced.sparse_attention": "{budget, min_mass}: decode steps of sequences larger than the device read this share of "
-    "their blocks below it, but all when the rest may carry more than 1 - min_mass; null: all always",
+    "advanced.weights_offload": "layers that do not fit device_bytes stream to the device from RAM (host_bytes) or "
+    "disk while it computes; sizes are of each rank; null: all are on it (docs/beyond-the-device.md)",
+    "advanced.sparse_attention": "{budget, min_mass}: decode steps of sequences larger than the device read this share "
+    "of their blocks below it, but all when the rest may carry more than 1 - min_mass; null: all always",
     "advanced.num_in_flight": "steps given to the device before the first is booked; null: 1 on a CPU, 2 on a GPU",
     "engine.tensor_parallel_size": "ranks that share every layer, each a process, on GPUs each with its own; then "
     "kv_cache_bytes is of each",

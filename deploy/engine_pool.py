@@ -172,18 +172,19 @@ class EnginePool:
 
     async def _keep(self, engine: PoolEngine) -> None:
         """Keep a stream to an engine as long as it is named."""
-        wait_s = self._first_wait_s
+        wait_s, told = self._first_wait_s, ""
         while engine.listed and not self._closed:
             try:
                 client = await self._connect(engine.member)
             except EngineDeadError as error:
-                logger.warning("replica %s: %s", engine.replica, error)
+                if told != (told := str(error)):  # said once, however often it is tried
+                    logger.warning("%s", _about(engine, told))
                 engine.news.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(engine.news.wait(), wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 continue
-            wait_s = self._first_wait_s
+            wait_s, told = self._first_wait_s, ""
             client.on_change = self._changed
             engine.client = client
             logger.info("replica %s is connected", engine.replica)
@@ -321,7 +322,7 @@ class EnginePool:
                     engine.client.submit(request, sink)
                     return
             except EngineDeadError as error:  # it ended since it was looked at
-                logger.warning("replica %s: %s", engine.replica, error)
+                logger.warning("%s", _about(engine, str(error)))
             able.remove(engine)
         if self._is_hopeless(request):
             asyncio.get_running_loop().call_soon(
@@ -343,6 +344,11 @@ class EnginePool:
             for engine in self._engines.values()
             if engine.listed
         )
+
+
+def _about(engine: PoolEngine, why: str) -> str:
+    """What is said, with the name of the replica, which engines put into some of what they say."""
+    return why if f"replica {engine.replica} " in why else f"replica {engine.replica}: {why}"
 
 
 def _end(request: EngineRequest, sink: OutputSink, why: str, lost: str | None = None) -> None:

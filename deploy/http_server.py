@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -28,24 +28,25 @@ from tournant.deploy.frontend import Frontend
 from tournant.deploy.generation import GenerationStream
 from tournant.deploy.http_exchange import ClientGone, Exchange
 from tournant.deploy.http_routes import ANY_ID, AsgiApp, FrontendProvider, RoutedApp, Routes, need_frontend
-from tournant.deploy.openai_convert import ChatWriter, CompletionWriter, ResponseWriter, token_string
+from tournant.deploy.large_bodies import parse_request
+from tournant.deploy.openai_convert import ChatWriter, CompletionWriter, ResponseWriter
 from tournant.deploy.openai_schema import (
     ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     TokenizeBody,
     invalid,
-    parse_body,
 )
 from tournant.deploy.quota import Tenant, TenantQuota, TenantRequest
 from tournant.deploy.status_routes import HEALTH, METRICS, StatusRoutes
+from tournant.deploy.tokenizing import MAX_TOKENIZE_BYTES, TokenizePool, chat_arguments, detokenize, tokenize
 
 MODELS = "/v1/models"
 MODEL = f"{MODELS}/{ANY_ID}"
 MAX_OPEN_REQUESTS = 16384
+MAX_CHARS_PER_TOKEN = 64  # on average over a prompt; usual texts have four
 SESSION_BYTES = 16  # whatever clients call their conversations
 
 
@@ -126,6 +127,7 @@ class ApiRoutes:
         self._provider = frontend_provider
         self._options = options
         self._anybody = TenantQuota(Tenant(""), time.monotonic)  # where there are no keys
+        self._tokenizing = TokenizePool()
 
     @property
     def routes(self) -> Routes:
@@ -161,7 +163,7 @@ class ApiRoutes:
     # ------------------------------------------------------------ generation
 
     async def _chat(self, exchange: Exchange) -> None:
-        body = parse_body(ChatBody, await exchange.body(self._options.max_body_bytes))
+        body = await parse_request(ChatBody, await exchange.body(self._options.max_body_bytes))
         frontend, model, params = self._frontend(), self._check_model(body.model), body.sampling()
         salt = cache_salt(_tenant(exchange), body.cache_salt)
         usage, continuous = _usage_wanted(body)
@@ -191,7 +193,7 @@ class ApiRoutes:
                 await _answer(exchange, stream, writer, bool(body.stream), use)
 
     async def _completions(self, exchange: Exchange) -> None:
-        body = parse_body(CompletionBody, await exchange.body(self._options.max_body_bytes))
+        body = await parse_request(CompletionBody, await exchange.body(self._options.max_body_bytes))
         frontend, model, params = self._frontend(), self._check_model(body.model), body.sampling()
         prompts, salt = body.prompts(), cache_salt(_tenant(exchange), body.cache_salt)
         usage, continuous = _usage_wanted(body)
@@ -199,6 +201,7 @@ class ApiRoutes:
             async with frontend.entry(len(prompts) * params.n):
                 tokenizer = frontend.tokenizer
                 special = body.add_special_tokens is not False
+                _check_chars(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), len(prompts), frontend)
                 token_lists = [
                     await tokenizer.encode_async(prompt, special) if isinstance(prompt, str) else prompt
                     for prompt in prompts
@@ -250,31 +253,24 @@ class ApiRoutes:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        body = parse_body(TokenizeBody, await exchange.body(self._options.max_body_bytes))
-        self._check_model(body.model)
-        frontend = self._frontend()
-        tokenizer = frontend.tokenizer
-        if body.prompt is not None:
-            token_ids = await tokenizer.encode_async(body.prompt, body.add_special_tokens is not False)
-        else:
-            token_ids = await _encode_chat(frontend, body)
-        answer: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": frontend.engine.info.max_model_len,
-            "tokens": token_ids,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = [token_string(tokenizer.token_bytes(token_id)) for token_id in token_ids]
-        await exchange.respond_json(answer)
+        data = await exchange.body(min(self._options.max_body_bytes, MAX_TOKENIZE_BYTES))
+        with self._begin(exchange) as use:
+            body = await parse_request(TokenizeBody, data)
+            self._check_model(body.model)
+            frontend = self._frontend()
+            make = partial(tokenize, frontend.tokenizer, body, frontend.engine.info.max_model_len)
+            answer = await self._tokenizing.run(len(data), make)
+            use.accept()
+            await exchange.respond(200, answer)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        body = parse_body(DetokenizeBody, await exchange.body(self._options.max_body_bytes))
-        self._check_model(body.model)
-        tokenizer = self._frontend().tokenizer
-        for token_id in body.tokens:
-            if not 0 <= token_id < tokenizer.vocab_size:
-                raise invalid(f"tokens has {token_id}; token ids are 0 to {tokenizer.vocab_size - 1}", "tokens")
-        await exchange.respond_json({"prompt": tokenizer.decode(body.tokens, bool(body.skip_special_tokens))})
+        data = await exchange.body(min(self._options.max_body_bytes, MAX_TOKENIZE_BYTES))
+        with self._begin(exchange) as use:
+            body = await parse_request(DetokenizeBody, data)
+            self._check_model(body.model)
+            answer = await self._tokenizing.run(len(data), partial(detokenize, self._frontend().tokenizer, body))
+            use.accept()
+            await exchange.respond(200, answer)
 
 
 async def _answer(
@@ -335,17 +331,23 @@ def _session(exchange: Exchange, body: GenerationBody) -> str:
     return hashlib.blake2b(f"{whose}\0{found}".encode("utf-8", "surrogatepass"), digest_size=SESSION_BYTES).hexdigest()
 
 
-async def _encode_chat(frontend: Frontend, body: ChatBody | TokenizeBody) -> list[int]:
-    messages: Sequence[Message] = body.messages or ()
-    continues = bool(body.continue_final_message)
-    generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    try:
-        return await frontend.tokenizer.apply_chat_async(
-            [message.to_template(place) for place, message in enumerate(messages)],
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continues,
-            template_kwargs=body.chat_template_kwargs,
+def _check_chars(num_chars: int, num_prompts: int, frontend: Frontend) -> None:
+    """Raises ApiError for prompts that cannot fit whatever their tokens are, before they are encoded."""
+    limit = frontend.engine.info.max_sequence_tokens
+    if num_chars > MAX_CHARS_PER_TOKEN * limit * num_prompts:
+        raise invalid(
+            f"the prompt is too long: it has {num_chars} characters, but prompt and answer together may have at most "
+            f"{limit} tokens, of some characters each; shorten it",
+            "prompt",
+            "context_length_exceeded",
         )
+
+
+async def _encode_chat(frontend: Frontend, body: ChatBody) -> list[int]:
+    messages, options = chat_arguments(body)
+    _check_chars(sum(len(message["content"]) for message in messages), 1, frontend)
+    try:
+        return await frontend.tokenizer.apply_chat_async(messages, **options)
     except ValueError as error:
         raise RequestError(str(error), "messages") from error
 

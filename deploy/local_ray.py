@@ -44,6 +44,7 @@ from tournant.workers.model_files import resolve_model
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.parallel import check_split
 
+RAY_FOLDER = "r"  # short: the names of the sockets below have a limit, see run_folder.py
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's least is 75 MiB
 DESCRIBE_TIMEOUT_S = 60.0
 ENGINES_END_S = 10.0
@@ -54,8 +55,13 @@ _OUR_ERROR = re.compile(r"tournant\.workers\.errors\.(?:ConfigError|ModelFormatE
 def start_ray(folder: Path, num_cpus: int) -> None:
     """Ray for this process alone, with everything it writes below `folder`. num_cpus: how many it hands out.
 
+    Ray opens its temporary folder to all users, with the sockets in it (0777). It gets one inside of `folder`, which
+    stays as private as it is.
+
     To be called on the main thread: Ray's processes end with the thread that started them.
     """
+    own = folder / RAY_FOLDER
+    own.mkdir(mode=0o700)
     ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -64,8 +70,8 @@ def start_ray(folder: Path, num_cpus: int) -> None:
         logging_level=logging.WARNING,
         log_to_driver=True,
         _memory=memory_limit_bytes(),  # only the node store asks for any, and it looks itself at what is left
-        _temp_dir=str(folder),
-        _plasma_directory=str(folder),
+        _temp_dir=str(own),
+        _plasma_directory=str(own),
     )
 
 

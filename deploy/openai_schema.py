@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +22,7 @@ from tournant.workers.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, Sampl
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_MODEL_CHARS = 4096
+MAX_ERRORS = 128  # of one body that are looked at; each is an object
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents; a chat answer may fill the room
 REFUSED_ROLES = ("tool", "function")
 ERROR_TYPES = {
@@ -256,7 +258,8 @@ class ChatBody(GenerationBody):
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise invalid(
-                f"top_logprobs is {self.top_logprobs}; it must be a whole number from 0 to {MAX_LOGPROBS}",
+                f"top_logprobs is {reprlib.repr(self.top_logprobs)}; it must be a whole number from 0 to "
+                f"{MAX_LOGPROBS}",
                 "top_logprobs",
             )
         return {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
@@ -282,23 +285,24 @@ class CompletionBody(GenerationBody):
         if self.suffix:
             raise invalid("suffix is not supported by this server; leave it out", "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise invalid(f"best_of is {self.best_of}; it must equal n, {self.n or 1}, or be left out", "best_of")
+            raise invalid(
+                f"best_of is {reprlib.repr(self.best_of)}; it must equal n, {reprlib.repr(self.n or 1)}, or be "
+                "left out",
+                "best_of",
+            )
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One entry per prompt. Raises ApiError when the list is empty, too long or of mixed kinds."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if prompt and all(type(item) is int for item in prompt):
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
             return [prompt]
         if not 1 <= len(prompt) <= MAX_PROMPTS:
             raise invalid(f"prompt has {len(prompt)} entries; it must have 1 to {MAX_PROMPTS}", "prompt")
-        texts = [item for item in prompt if isinstance(item, str)]
-        if len(texts) == len(prompt):
-            return texts
-        lists = [item for item in prompt if isinstance(item, list) and all(type(token) is int for token in item)]
-        if len(lists) == len(prompt):
-            return lists
+        if kinds == {str} or (kinds == {list} and all(set(map(type, item)) <= {int} for item in prompt)):
+            return prompt
         raise invalid(
             "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
         )
@@ -366,11 +370,18 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
 
 def _first_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """The first thing wrong with a body, as a client can use it; values of the client are not repeated."""
+    if (count := error.error_count()) > MAX_ERRORS:
+        return invalid(
+            f"the body has {count} errors, more than the {MAX_ERRORS} that are looked at; send only fields of this "
+            "API, and numbers in logit_bias"
+        )
     details = error.errors(include_url=False, include_input=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     item = (unknown or details)[0]
     if item["type"] in ("json_invalid", "model_type") and not item["loc"]:
-        return invalid(f"the body must be one JSON object: {item['msg']}", None, "invalid_json")
+        # These words of the parser are of half a pair; a cut escape is an "invalid escape" or the end of a file.
+        half = " (a lone surrogate, half of a pair of escapes, is no character)" if "hex escape" in item["msg"] else ""
+        return invalid(f"the body must be one JSON object: {item['msg']}{half}", None, "invalid_json")
     # A union puts the name of the member that failed into the location; clients know only the fields.
     path = [str(step) for step in item["loc"] if isinstance(step, int) or step in _field_names(kind)]
     param = ".".join(path) or str(item["loc"][0])[:80]

@@ -25,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from tournant.cluster.engine_members import Member, State
 from tournant.cluster.engines_actor import EngineAnnouncer, EnginesClient, EngineWatch
 from tournant.cluster.index_feed import shared_feed
-from tournant.cluster.metrics import OUTSTANDING, WEIGHTS_EPOCH, MetricsRegistry, PrometheusBackend
+from tournant.cluster.metrics import OUTSTANDING, REQUEST_SPECS, WEIGHTS_EPOCH, MetricsRegistry, PrometheusBackend
 from tournant.cluster.shard_actors import node_address
 from tournant.cluster.weights_actor import WeightsClient
 from tournant.cluster.weights_rollout import Weights
@@ -182,6 +182,8 @@ class EngineReplica(EngineHost):
 
 class IngressMetrics(MetricsRegistry):
     """Of requests alone: engines are counted where they are, so that sums over all processes are right."""
+
+    specs = REQUEST_SPECS
 
     def record_engine(self, stats: EngineStats, alive: bool, outstanding: int, epoch: int = 0) -> None:
         """Take how many answers are outstanding, and the epoch of the weights."""

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tournant.workers.errors import ModelFormatError
 
 MAX_TOKEN_ID = 1 << 22  # bounds the table of token bytes
 INLINE_CHARS = 4096  # longer texts are encoded off the event loop: 4,096 characters take about 1 ms
+INLINE_MESSAGES = 64  # longer chats are rendered off the event loop, too
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -123,6 +125,10 @@ def _token_table(backend: Any) -> list[bytes]:
 
 def _not_unicode(error: Exception) -> ValueError:
     return ValueError(f"the text is not valid Unicode: {error}")
+
+
+def _chars(message: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in message.values() if isinstance(value, str))
 
 
 class Tokenizer:
@@ -329,16 +335,17 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """As `apply_chat`; long chats are encoded in a thread."""
-        text = self.render_chat(
+        """As `apply_chat`, in a thread for chats that are long."""
+        call = partial(
+            self.apply_chat,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
-        if len(text) <= INLINE_CHARS:
-            return self._encode_chat(text)
-        return await self.encode_async(text, add_special_tokens=False)
+        if not template_kwargs and len(messages) <= INLINE_MESSAGES and sum(map(_chars, messages)) <= INLINE_CHARS:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def _encode_chat(self, text: str) -> list[int]:
         if self._known is None or len(text) > INLINE_CHARS:

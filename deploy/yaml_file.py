@@ -5,7 +5,7 @@ Owns the reading alone; what a file may hold is config.py's and config_check.py'
 Invariants:
  1. Memory and time are bounded by MAX_FILE_BYTES and MAX_NODES, however aliases and merge keys repeat what they name.
  2. Nothing is constructed but mappings, lists, text, numbers, dates, true, false and null.
- 3. A key that is written twice in one mapping, of which YAML would take the last, is an error.
+ 3. A key that is written twice in one mapping, in whatever notation, of which YAML would take the last, is an error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tournant.workers.errors import ConfigError
 MAX_FILE_BYTES = 64 << 10
 MAX_NODES = 50_000  # keys and values, each as often as aliases repeat it
 _MAX_NUMBER = 1 << 64
+_WITHOUT_VALUE = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # << and =
 
 
 def read_yaml(path: Path) -> Any:
@@ -48,7 +49,7 @@ def parse_yaml(text: bytes | str, max_bytes: int = MAX_FILE_BYTES) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _Counter().count(node)
+        _Counter(loader).count(node)
         return loader.construct_document(node)
     except ConfigError:
         raise
@@ -80,7 +81,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 class _Counter:
     """Counts nodes as if every alias were written out, in time linear in what is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
         self._counts: dict[int, int] = {}  # by id of a node
         self._open: set[int] = set()
 
@@ -104,14 +106,15 @@ class _Counter:
         self._counts[id(node)] = total
         return total
 
-    @staticmethod
-    def _check_keys(node: yaml.MappingNode) -> None:
-        seen: set[str] = set()
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        """As what they mean: 0x1 and 1 are one key, "1" is another."""
+        seen: set[Any] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                value = (key.value,) if key.tag in _WITHOUT_VALUE else self._loader.construct_object(key)
+                if value in seen:
                     raise ConfigError(f"has the key {key.value[:80]} twice in one mapping{_line(key)}")
-                seen.add(key.value)
+                seen.add(value)
 
 
 def _line(node: yaml.Node) -> str:

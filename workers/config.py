@@ -91,8 +91,8 @@ class EngineConfig:
     that are larger than it, in RAM and on disk, 0 and 0 = such sequences are refused; overflow_folder: where the disk
     part lies, None = /var/tmp; overflow_attention: "in_place" attends to RAM's blocks with the CPU, "streamed" copies
     them to the device first, "auto" chooses per step; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated
-    link between device and RAM and emulated drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks count;
-    weights_offload: see WeightsOffload, None = all layers are on the device;
+    link between device and RAM and emulated drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks
+    count; weights_offload: see WeightsOffload, None = all layers are on the device;
     tensor_parallel_size: ranks that share every layer; pipeline_parallel_size: stages of layers, one after another.
     Each rank is a process; on CUDA each has a GPU. num_threads and kv_cache_bytes are of each rank then.
     """

@@ -9,6 +9,7 @@ Guarantees:
  2. Step messages of another writer id are dropped.
  3. The engine process ends with its parent, and so do the other ranks of an engine that has several; once one of them
     has ended, all are killed.
+ 4. The end of an engine that was ready is one ERROR in the log, with its cause, unless this client was told to end it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -49,6 +51,7 @@ OutputSink = Sink
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 30.0
+EXIT_POLL_S, EXIT_LOOKS = 0.01, 100  # for the exit status of an engine whose connection is gone
 LAUNCH_POLL_S = 0.25  # between looks for ranks that ended before they reached the engine
 LAUNCH_GRACE_S = 2.0  # for the engine to say it better
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelFormatError": ModelFormatError}
@@ -106,6 +109,8 @@ class ProcessEngineClient(asyncio.Protocol):
         self._launcher = launcher
         self._launching: asyncio.Task[None] | None = None
         self._burying: asyncio.Task[None] | None = None
+        self._losing: asyncio.Task[None] | None = None
+        self._closing = False
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -232,6 +237,7 @@ class ProcessEngineClient(asyncio.Protocol):
         """End the engine process, and its other ranks, and wait for them. Idempotent; kills what does not end by
         itself.
         """
+        self._closing = True
         if self._info is None:  # it reads nothing before it is ready, and has nothing to bring to an end
             self.process.kill()
         elif self._alive and self._transport is not None and not self._transport.is_closing():
@@ -244,11 +250,14 @@ class ProcessEngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self._end("the engine was closed")
+        if self._losing is not None:
+            self._losing.cancel()
         if self._burying is not None:
             await asyncio.shield(self._burying)
 
     def kill(self) -> None:
         """SIGKILL the engine process and its other ranks, for when no event loop can `close` any more."""
+        self._closing = True
         self.process.kill()
         self.process.wait()
         if self._launcher is not None:
@@ -303,9 +312,17 @@ class ProcessEngineClient(asyncio.Protocol):
             self.process.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The engine's end is gone: everything that waits is told."""
-        code = self.process.poll()
-        self._end("the engine process ended" if code is None else f"the engine process ended (exit code {code})")
+        """The engine's end is gone: everything that waits is told, once it is known how."""
+        if self._alive:
+            self._losing = self._loop.create_task(self._lose())
+
+    async def _lose(self) -> None:
+        """The kernel closes the connection of a process that ends just before its exit status is there."""
+        for _ in range(EXIT_LOOKS):
+            if self.process.poll() is not None:
+                break
+            await asyncio.sleep(EXIT_POLL_S)
+        self._die(f"the engine process {self.process.pid} {_how_it_ended(self.process.poll())}")
 
     def _handle(self, message: list[Any]) -> None:
         match message[0]:
@@ -327,7 +344,7 @@ class ProcessEngineClient(asyncio.Protocol):
                 place = GroupPlace.from_wire(message[1])
                 self._launching = self._loop.create_task(self._launch(self._launcher, place))
             case "dead":
-                self._end(str(message[1]))
+                self._die(str(message[1]))
             case kind:
                 raise ValueError(f"unknown message kind {kind!r}")
 
@@ -346,6 +363,12 @@ class ProcessEngineClient(asyncio.Protocol):
         elif self._alive:
             self._looking = self._loop.call_later(LOOK_S, self._look)
 
+    def _die(self, why: str) -> None:
+        """It has ended by itself, which is news unless its start failed, or it is to end."""
+        if self._alive and not self._closing and self._info is not None:
+            logger.error("%s", why)
+        self._end(why)
+
     def _end(self, why: str) -> None:
         if not self._alive:
             return
@@ -362,3 +385,13 @@ class ProcessEngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
         self._open.lose(str(error))
+
+
+def _how_it_ended(code: int | None) -> str:
+    """code: as of Popen."""
+    if code is None:
+        return "has closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"ended by signal {-code}{known.get(-code, '')}"

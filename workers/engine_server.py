@@ -4,7 +4,8 @@ Owns the listening socket and, for each frontend, which requests it has in the e
 engine's client. It decides nothing about requests but whether this engine may have them.
 
 Guarantees:
- 1. Nothing is done for a connection that has not said the token (compared in constant time) within its time.
+ 1. Nothing is done for a connection, and nothing told to it, before it has said the token (compared in constant time).
+    It has a limited time for that; of too many such, the oldest goes, so that they keep no frontend out.
  2. All outputs of an engine step for one frontend are one frame; one that does not read is cut off, and so is one that
     sends what is not ours. A frontend that goes away takes its requests with it.
  3. A request for other weights than the engine's, one that comes while it drains, and one beyond what the engine holds
@@ -35,6 +36,7 @@ from tournant.workers.errors import EngineDeadError
 from tournant.workers.messages import LOST_DEAD, LOST_MOVED, EngineRequest, RequestOutput, StepMessage, step_to_wire
 
 MAX_STREAMS = 256
+MAX_STRANGERS = 64  # connections that have not said who they are; the oldest one goes when there are more
 logger = logging.getLogger("tournant.engine_server")
 
 
@@ -59,7 +61,8 @@ class EngineServer:
         self._token = token
         self._limits = limits or StreamLimits()
         self._server: asyncio.Server | None = None
-        self._streams: dict[_Stream, None] = {}
+        self._streams: dict[_Stream, None] = {}  # of frontends
+        self._strangers: dict[_Stream, None] = {}  # oldest first
         self._deadline: float | None = None  # of the drain that is under way, by the loop's clock
         self._emptied = asyncio.Event()
         self._closed = self._ends = False
@@ -131,6 +134,8 @@ class EngineServer:
             self._server.close()
         for stream in list(self._streams):
             stream.end(why, last=["bye", why])
+        for stranger in list(self._strangers):
+            stranger.end(why)
 
     def refusal(self, request: EngineRequest) -> str:
         """Why this engine may not have a request now, "" if it may."""
@@ -143,16 +148,28 @@ class EngineServer:
             return f"the engine of replica {self.replica} is full"
         return ""
 
-    def joined(self, stream: _Stream) -> bool:
-        """A frontend has connected; False when there are too many."""
-        if self._closed or len(self._streams) >= MAX_STREAMS:
-            return False
+    def came(self, stranger: _Stream) -> None:
+        """Somebody has connected; who has been silent for longest makes room."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            why = "too many others came after it and it had not said who it is"
+            logger.warning("a stream is ended: %s", why)
+            next(iter(self._strangers)).end(why)
+        self._strangers[stranger] = None
+
+    def joined(self, stream: _Stream) -> str:
+        """A stranger has said the token: it is a frontend, unless there is a reason against it, which is returned."""
+        if self._closed or not self.engine.alive or self.engine.restarting:
+            return f"replica {self.replica} has no engine now"
+        if len(self._streams) >= MAX_STREAMS:
+            return f"replica {self.replica} has streams to {MAX_STREAMS} frontends, and takes no more"
+        del self._strangers[stream]
         self._streams[stream] = None
-        return True
+        return ""
 
     def left(self, stream: _Stream) -> None:
-        """A frontend is gone."""
+        """A frontend or a stranger is gone."""
         self._streams.pop(stream, None)
+        self._strangers.pop(stream, None)
         self.note_end()
 
     def note_end(self) -> None:
@@ -194,8 +211,7 @@ class _Stream(StreamEnd):
         self._step = 0
         self._resetting: asyncio.Task[None] | None = None
         self._hello_timer = self._loop.call_later(limits.hello_s, self._expire)
-        if not server.joined(self):
-            self._loop.call_soon(self.end, "there are too many streams")
+        server.came(self)
 
     def _expire(self) -> None:
         self.end("it did not say hello in time")
@@ -219,11 +235,13 @@ class _Stream(StreamEnd):
             case _:
                 raise ValueError(f"unknown message {message[0]!r:.40}")
 
-    def beat(self) -> list[Any]:
-        """Numbers of the engine; or the end, when there is none any more."""
+    def beat(self) -> list[Any] | None:
+        """Numbers of the engine; or the end, when there is none any more. Nothing for a stranger."""
+        if self._frontend is None:
+            return None
         if not self._server.engine.alive or self._server.engine.restarting:
             self._loop.call_soon(self._say_bye)
-        return self._step_message([]) if self._frontend is not None else ["beat"]
+        return self._step_message([])
 
     def on_end(self, why: str) -> None:
         """What it has in the engine is stopped."""
@@ -250,8 +268,7 @@ class _Stream(StreamEnd):
     def _greet(self, message: list[Any]) -> None:
         frontend = self._server.check_hello(message)
         self._hello_timer.cancel()
-        if not self._server.engine.alive or self._server.engine.restarting:
-            why = f"replica {self._server.replica} has no engine now"
+        if why := self._server.joined(self):
             self.end(why, last=["refused", why])
             return
         self._frontend = frontend

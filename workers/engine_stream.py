@@ -126,8 +126,8 @@ class StreamEnd(asyncio.Protocol):
         """Called with every message. May raise one of NOT_OURS; then the end is over."""
         raise NotImplementedError
 
-    def beat(self) -> list[Any]:
-        """What is said when nothing else was for `beat_s`."""
+    def beat(self) -> list[Any] | None:
+        """What is said when nothing else was for `beat_s`; None = nothing either."""
         return ["beat"]
 
     def on_end(self, why: str) -> None:
@@ -171,8 +171,8 @@ class StreamEnd(asyncio.Protocol):
             self.end(f"nothing was heard for {now - self._heard:.1f} s")
             return
         self._suspected = silent
-        if now - self._said >= self.limits.beat_s / 2:
-            self.send(self.beat())
+        if now - self._said >= self.limits.beat_s / 2 and (message := self.beat()) is not None:
+            self.send(message)
         if not self.ended:
             self._timer = self._loop.call_later(self.limits.beat_s / 2, self._tick)
 

@@ -3,8 +3,9 @@
 Pure but for `look_at`, which reads /proc. What is done about an engine that hangs is engine_client.py's: it is killed.
 
 An engine says something at least every BEAT_S whenever it is between two steps, idle or not. So silence means a step,
-however long, or a hang. The engine's main thread tells them apart: in a step it computes, or waits for a disk; one that
-neither runs nor wants to for `still_looks` hangs: stopped, in a deadlock, waiting for a device or rank that is gone.
+however long, or a hang. The engine's main thread tells them apart: in a step it computes, or waits for a disk, or for
+another thread that does; one that neither runs nor wants to for `still_looks` hangs: stopped, in a deadlock, waiting
+for a device or rank that is gone. What other threads compute says nothing: some beat or poll whatever the engine does.
 
 Invariants:
  1. Time is counted in looks, between which everything that has arrived is heard: who watches may itself be held up.
@@ -24,24 +25,38 @@ STILL_LOOKS_OF_RANKS = 60  # rank 0 waits for others, whose loss is noticed, and
 BUSY_LOOKS = 600
 STATES = {"T": "it was stopped", "t": "it is being traced", "S": "it waits for something that does not come"}
 AT_WORK = "RD"  # runs or would run, waits for a disk
+PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
 class MainThread:
-    """state: Linux's letter; cpu_ticks: what it has used."""
+    """state: Linux's letter, D also when it waits and another thread waits for a disk; cpu_ticks: what it has used."""
 
     state: str
     cpu_ticks: int
 
 
-def look_at(pid: int) -> MainThread | None:
+def look_at(pid: int, proc: Path = PROC) -> MainThread | None:
     """The main thread of a process; None when there is none."""
+    tasks = proc / str(pid) / "task"
+    if (fields := _stat_of(tasks / str(pid))) is None:
+        return None
+    state = fields[0]
     try:
-        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+        if state == "S" and any((other := _stat_of(task)) is not None and other[0] == "D" for task in tasks.iterdir()):
+            state = "D"
     except OSError:
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return MainThread(fields[0], int(fields[11]) + int(fields[12]))
+    return MainThread(state, int(fields[11]) + int(fields[12]))
+
+
+def _stat_of(task: Path) -> list[str] | None:
+    """Fields of a thread from its state on; None when it is gone."""
+    try:
+        stat = (task / "stat").read_text()
+    except OSError:
+        return None
+    return stat[stat.rindex(")") + 2 :].split()
 
 
 class Watchdog:

@@ -33,7 +33,7 @@ from tournant.workers.overflow_pool import page_aligned
 from tournant.workers.spill_file import bypass_page_cache
 from tournant.workers.weights import FilePlace
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 NUM_READERS = 4
 Bytes = npt.NDArray[np.uint8]
 

@@ -178,6 +178,12 @@ class ModelRunner:
     def _set_up_overflow(self) -> None:
         """Places below the device for sequences that are larger than it."""
         config, layout = self.config, self.layout
+        for name in ("overflow_host_bytes", "overflow_disk_bytes"):
+            if 0 < getattr(config, name) < layout.block_bytes:
+                raise ConfigError(
+                    f"{name} is {getattr(config, name)}, less than one block of {layout.block_bytes} bytes; use 0 for "
+                    "none, or as much as the tokens beyond the device need"
+                )
         host, disk = (
             self.agreed_blocks(size // layout.block_bytes)
             for size in (config.overflow_host_bytes, config.overflow_disk_bytes)
@@ -186,6 +192,11 @@ class ModelRunner:
         self.overflow: OverflowPool | None = None
         if not self.overflow_blocks:
             return
+        if self.device.kind != "cpu":
+            raise ConfigError(
+                f"overflow_host_bytes and overflow_disk_bytes are for the device cpu in this version; it is "
+                f"{self.device.kind}: leave them out"
+            )
         folder = None if config.overflow_folder is None else Path(config.overflow_folder)
         sparse = config.sparse_attention
         self.overflow = OverflowPool(

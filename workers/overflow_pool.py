@@ -31,6 +31,7 @@ from tournant.kvstore.disk_io import DiskIO
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.device import Device
 from tournant.workers.errors import ConfigError
+from tournant.workers.kv_cache import available_memory_bytes
 from tournant.workers.spill_file import SpillError, SpillFile
 
 STAGED_BLOCKS = 16  # on their way to the disk at a time
@@ -67,6 +68,11 @@ class OverflowPool:
         self.layout = layout
         self.host_blocks = host_blocks
         self.num_blocks = host_blocks + disk_blocks
+        if (wanted := host_blocks * layout.block_bytes) > (free := available_memory_bytes()):
+            raise ConfigError(
+                f"overflow_host_bytes is {wanted}, but only {free} bytes of memory are free; choose at most "
+                f"{free // 2}, or use overflow_disk_bytes"
+            )
         self.host = device.host_buffer(layout.shape(host_blocks), layout.dtype)
         self.host_pace = host_pace or Pace(0)
         self._disk_pace = disk_pace or Pace(0)

@@ -242,12 +242,12 @@ class ReplicaEngine:
             logger.error("the engine is not started anew: %s", error)
             self._end(f"the engine is not started anew: {error}")
         except (ConfigError, EngineDeadError, OSError, RuntimeError) as error:
+            logger.error("the engine could not be started anew: %s", error)
             self._died(f"it could not be started: {error}", 0)
 
     def _died(self, why: str, num_finished: int) -> None:
         self._deaths = 1 if num_finished else self._deaths + 1
         self._why = why
-        logger.error("the engine is gone: %s", why)
 
     def _end(self, why: str) -> None:
         self._alive = False

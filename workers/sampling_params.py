@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -68,11 +69,11 @@ class SamplingParams:
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+                raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a whole number from {low} to {high}")
         for name, flow, fhigh in _REAL:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not flow <= number <= fhigh:
-                raise ValueError(f"{name} is {number!r}; it must be a number from {flow:g} to {fhigh:g}")
+                raise ValueError(f"{name} is {reprlib.repr(number)}; it must be a number from {flow:g} to {fhigh:g}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")

@@ -225,7 +225,7 @@ class StreamedLayers:
         self._next = 0  # ordinal that the next free buffer is for
         self._last: Mark = device.new_lane().mark()
         self._reader = ImageReader()
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._fetchers = ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="weights")  # the drive never rests
         self._begin()
 
     def _count(
@@ -289,7 +289,8 @@ class StreamedLayers:
             self._free.remove(buffer)
             if buffer.ordinal != self._next:
                 buffer.ordinal = self._next
-                buffer.coming = self._fetcher.submit(self._fetch, buffer, self._below[self._next])
+                before = self._coming[-1].coming if self._coming else None
+                buffer.coming = self._fetchers.submit(self._fetch, buffer, self._below[self._next], before)
             self._coming.append(buffer)
             self._next = (self._next + 1) % len(self._below)
 
@@ -322,15 +323,18 @@ class StreamedLayers:
         self._next = ordinal
         self._begin()
 
-    def _fetch(self, buffer: _Buffer, layer: BelowLayer) -> Mark:
-        """Bring a layer to the device; the place in its lane after which it is there. Runs beside computing."""
-        size = layer.form.num_bytes
+    def _fetch(self, buffer: _Buffer, layer: BelowLayer, before: Future[Mark] | None) -> Mark:
+        """Bring a layer to the device; the place in its lane after which it is there. Runs beside computing, and reads
+        from disk beside the fetch before it, whose copy comes first.
+        """
+        size, source = layer.form.num_bytes, buffer.staging
         if isinstance(layer.image, DiskImage):
             buffer.sent.wait()
-            source = buffer.staging
             self._reader.read(layer.image, source.numpy()[:size])
             self.disk_pace.spend(size)
-        else:
+        if before is not None:
+            wait([before])
+        if isinstance(layer.image, HostImage):
             source = layer.image.memory
             if self._on_cpu:
                 np.copyto(buffer.memory.numpy()[:size], source.numpy())  # without the interpreter's lock

@@ -26,7 +26,7 @@ from tournant.cluster.metrics import (
 )
 from tournant.cluster.ray_metrics import RayBackend
 from tournant.kvstore.directory import DirectoryStats
-from tournant.workers.messages import EngineStats, TierStats
+from tournant.workers.messages import EngineStats, OverflowStats, TierStats
 
 RECORD = RequestRecord(("stop", "length"), 10, 5, e2e_s=2.0, ttft_s=0.5, tpot_s=0.375, queue_s=0.1, decode_s=1.5)
 
@@ -75,7 +75,8 @@ def test_names_are_ones_that_every_back_end_takes() -> None:
 
 def test_prometheus_shows_the_names_as_they_are(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
     estimates = dict.fromkeys(ESTIMATES, 1.0)
-    registry.record_engine(replace(WITH_TIERS, tiers=replace(WITH_TIERS.tiers, **estimates)), True, 0)
+    tiers, overflow = replace(WITH_TIERS.tiers, **estimates), OverflowStats(total_blocks=4)
+    registry.record_engine(replace(WITH_TIERS, tiers=tiers, overflow=overflow), True, 0)
     registry.record_request(RECORD)
     registry.record_http("/health", 200)
     shown = {name.split("{")[0] for name in values(backend)}
@@ -118,6 +119,15 @@ def test_engine_counters_are_added_up_over_restarts(backend: PrometheusBackend, 
         registry.record_engine(EngineStats(num_steps=steps, generation_tokens=tokens), True, 0)
     assert values(backend)["vllm_generation_tokens_total"] == 137
     assert values(backend)["tournant_engine_steps_total"] == 17
+
+
+def test_what_lies_below_the_device_is_counted(backend: PrometheusBackend, registry: MetricsRegistry) -> None:
+    for steps, read in ((1, 10), (2, 14)):
+        overflow = OverflowStats(disk_bytes=read, used_blocks=3, total_blocks=4)
+        registry.record_engine(EngineStats(num_steps=steps, overflow=overflow), True, 0)
+    shown = values(backend)
+    assert shown["tournant_overflow_disk_bytes_total"] == 14
+    assert shown['tournant_overflow_blocks{state="used"}'] == 3
 
 
 def test_every_field_of_the_tiers_is_recorded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from tests.deploy.async_test import async_test
 from tests.deploy.fake_engine import FakeEngineClient
+from tournant.cluster import run_folder
 from tournant.cluster.metrics import MetricsRegistry, PrometheusBackend
 from tournant.cluster.weights_rollout import Order, Report, UpdateUnavailable, Weights
 from tournant.deploy import local_ray
@@ -164,6 +166,17 @@ async def test_a_replica_that_is_lost_to_the_rollout_is_replaced_and_says_that_i
     await replica.end_engine()
     assert (replica._following._client.phases, engine.alive) == (["leaving"], False)
     await replica.check_health()
+
+
+def test_sockets_of_ray_have_names_that_linux_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system's temporary folder is too long for that, /tmp is taken."""
+    session = "session_2026-11-30_17-07-46_123456_4194304"  # of the largest process id
+    below = f"/tournant-{os.getuid()}-0123abcd/{local_ray.RAY_FOLDER}/{session}/sockets/plasma_store"
+    longest = "/" + "t" * (107 - len(below) - 1)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: longest)
+    assert run_folder.temporary_folder() == Path(longest)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: longest + "t")
+    assert run_folder.temporary_folder() == Path("/tmp")
 
 
 def test_an_impossible_split_ends_before_ray_starts(

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_loaded(monkeyp
         ((), "one of the two"),
         (("a", "--file", "b"), "one of the two"),
         (("--file", "/nowhere/at/all"), "cannot be read"),
+        (("--file", "/dev/zero"), "more than 67108864 bytes"),
         (("a", "--no-probabilities"), "nothing to write"),
         (("a", "--layers", "1-x"), "numbers and ranges such as 0,5 or 0-3"),
         (("a", "--heads", "3-1"), "ranges go upwards"),
@@ -89,6 +91,28 @@ def test_layers_that_the_model_lacks(tiny_model: Path, tmp_path: Path) -> None:
     code, output = run("abc", "--layers", "1-2", *common)
     assert (code, "layers are [1, 2]; this model has 0 to 1" in output) == (2, True)
     assert not (tmp_path / "maps").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    common = ("--model", tiny_model, "--cache-dir", tmp_path / "cache", "--no-png")
+    code, output = run("abc", *common, "--out", "/proc/maps/of/it")
+    assert (code, "error: /proc/maps" in output) == (1, True), output
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="the extra `demo` is not installed")
+@pytest.mark.parametrize(("error", "code"), [(OSError(28, "no room"), 1), (KeyboardInterrupt(), 130)])
+def test_what_ends_it_while_pictures_are_drawn_leaves_the_arrays(
+    error: BaseException, code: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(self: object, file: BinaryIO, **_: object) -> None:
+        file.write(PNG_START)
+        raise error
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    out = tmp_path / "maps"
+    found, output = run("abc", "--model", tiny_model, "--cache-dir", tmp_path / "cache", "--out", out)
+    assert (found, "but not all pictures" in " ".join(output.split())) == (code, True), output
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "probabilities-layer-000-head-000.npy"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(OSError(28, "no room"), 1), (KeyboardInterrupt(), 130)])

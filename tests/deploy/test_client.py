@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -11,6 +15,12 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._private.grpc_utils import create_grpc_server_with_interceptors
+from ray.core.generated.gcs_service_pb2 import GetClusterIdReply
+from ray.core.generated.gcs_service_pb2_grpc import (
+    NodeInfoGcsServiceServicer,
+    add_NodeInfoGcsServiceServicer_to_server,
+)
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
@@ -317,6 +327,8 @@ async def test_a_batch_keeps_the_order_and_one_failure_is_one_outcome() -> None:
 
     found = client_of(service).batch(prompts(), max_in_flight=3)
     first = asyncio.ensure_future(anext(found))
+    while (service.open, len(taken)) != (3, 12):
+        await asyncio.sleep(0.001)
     for _ in range(20):
         await settle()
     assert (service.open, len(taken)) == (3, 12)
@@ -336,14 +348,101 @@ async def test_a_batch_that_is_left_ends_what_runs() -> None:
     service = Counting()
     found = client_of(service).batch((f"prompt {number}" for number in count()), max_in_flight=4)
     first = asyncio.ensure_future(anext(found))
-    await settle()
+    while service.open < 4:
+        await asyncio.sleep(0.001)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     await found.aclose()
     assert (service.open, service.ended) == (0, 4)
-    with pytest.raises(ValueError, match="max_in_flight is 0"):
-        await anext(client_of(service).batch([], max_in_flight=0))
+
+
+@async_test
+async def test_a_slow_source_of_prompts_holds_up_nothing_else() -> None:
+    service, more = Counting(), threading.Event()
+    service.go.set()
+
+    def prompts() -> Iterator[str]:
+        yield "first"
+        more.wait(10)
+        yield "second"
+
+    client = client_of(service)
+    found = client.batch(prompts())
+    try:
+        assert (await anext(found)).text == "first"
+        assert (await client.generate("other")).text == "other"
+        assert not more.is_set()
+    finally:
+        more.set()
+    assert [outcome.text async for outcome in found] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), [(KeyError("gone"), "KeyError: 'gone'"), (SystemExit(3), r"RuntimeError: .*SystemExit\(3\)")]
+)
+def test_what_a_source_of_prompts_raises_ends_the_batch_alone(raised: BaseException, said: str) -> None:
+    client = Client("tournant", Handle(Endless()), Patience())
+
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise raised
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whichever, it is matched below
+        list(client.batch(prompts()))
+    assert re.fullmatch(said, f"{type(caught.value).__name__}: {caught.value}")
+    assert client.generate("b").text == "b"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([], {"max_in_flight": 0}, "max_in_flight is 0; it must be a whole number of at least 1"),
+        ([], {"max_in_flight": 1.5}, "max_in_flight is 1.5"),
+        ([], {"max_in_flight": "3"}, "max_in_flight is '3'"),
+        ([], {"max_in_flight": None}, "max_in_flight is None"),
+        ([], {"max_in_flight": True}, "max_in_flight is True"),
+        ("abc", {}, "prompts is 'abc'; it must be a list of prompts"),
+        ({"role": "user"}, {}, "prompts is {'role'"),
+        (None, {}, "prompts is None"),
+        ([], {"max_token": 3}, "unknown option max_token; did you mean max_tokens?"),
+        ([], {"timeout_s": -1}, "timeout_s is -1"),
+    ],
+)
+def test_a_batch_that_can_never_do_is_refused_at_once(prompts: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        client_of(Counting()).batch(prompts, **options)
+    assert str(caught.value).startswith(said)
+
+
+@async_test
+async def test_a_limit_is_a_number_of_seconds_or_none() -> None:
+    client = client_of(Limited())
+    assert (await client.generate("hi", timeout_s=None, session_id=None)).text == "None"
+    assert (await client.generate("hi", timeout_s=10**400)).text == str(10**400)
+    for wrong in ("5", float("nan"), 0, -1, True):
+        with pytest.raises(RequestError, match=f"timeout_s is {wrong!r}; it must be a number of seconds above 0"):
+            await client.generate("hi", timeout_s=wrong)
+    unknown: Any = {"max_token": 3}
+    for call in (
+        client.generate("hi", **unknown),
+        client.chat(MESSAGES, **unknown),
+        anext(client.stream("", **unknown)),
+    ):
+        with pytest.raises(RequestError, match=r"unknown option max_token; did you mean max_tokens\?") as caught:
+            await call
+        assert caught.value.param == "max_token"
+    unknown = {"zzz": 3}
+    with pytest.raises(RequestError, match="unknown option zzz; there are session_id, "):
+        await client.generate("hi", **unknown)
+
+
+class Limited:
+    """Answers with its limit."""
+
+    async def generate(self, prompt: str, timeout_s: float | None) -> dict[str, Any]:
+        return whole(str(timeout_s))
 
 
 class Endless:
@@ -395,6 +494,136 @@ def test_the_same_without_an_event_loop() -> None:
     unread.close()
     with pytest.raises(NotConnected, match="closed"):
         client.generate("hi")
+
+
+def test_prompts_may_come_from_calls_of_the_same_client() -> None:
+    client = Client("tournant", Handle(Endless()), Patience())
+    nested = (client.generate(prompt).text * 2 for prompt in ["a", "b", "c"])
+    assert [outcome.text for outcome in client.batch(nested, max_in_flight=1)] == ["aa", "bb", "cc"]
+    client.close()
+
+
+def test_a_call_on_the_clients_own_loop_is_refused() -> None:
+    client = Client("tournant", Handle(Endless()), Patience())
+
+    async def call() -> None:
+        with pytest.raises(RuntimeError, match="the client's own event loop"):
+            client.generate("hi")
+
+    client._run(call())
+    client.close()
+
+
+def test_a_stream_that_is_garbage_on_the_loop_is_closed() -> None:
+    service = Endless()
+    client = Client("tournant", Handle(service), Patience())
+    unread: Any = client.stream("hi")
+    next(unread)
+
+    async def drop() -> None:
+        unread.close()
+        await asyncio.wait_for(service.left.wait(), 10)
+
+    client._run(drop())
+    client.close()
+
+
+class Interrupting(Counting):
+    """Ctrl-C comes with one of the calls."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    async def generate(self, prompt: str) -> dict[str, Any]:
+        self._after -= 1
+        if not self._after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await super().generate(prompt)
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_an_interrupt_ends_the_work_and_is_what_is_raised(batch: bool) -> None:
+    service = Interrupting(4 if batch else 1)
+    client = Client("tournant", Handle(service), Patience())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        list(client.batch(f"prompt {number}" for number in count())) if batch else client.generate("hi")
+    assert caught.value.__context__ is None
+    assert service.open == 0
+    assert service.ended >= (4 if batch else 1)
+    service.go.set()
+    assert client.generate("again").text == "again"
+    client.close()
+
+
+def test_closing_a_client_ends_calls_of_other_threads() -> None:
+    service, errors = Counting(), []
+    client = Client("tournant", Handle(service), Patience())
+
+    def call() -> None:
+        try:
+            client.generate("hi")
+        except NotConnected as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+
+    async def opened() -> None:
+        while not service.open:
+            await asyncio.sleep(0.001)
+
+    client._run(opened())
+    client.close()
+    thread.join(10)
+    assert errors == ["this client was closed meanwhile; connect again"]
+
+
+@pytest.mark.parametrize("talk", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_that_is_not_rays_is_refused(talk: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr("tournant.deploy.client.REACHABLE_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection = server.accept()[0]
+                except OSError:
+                    return
+                held.append(connection)
+                connection.sendall(talk)
+
+        held: list[socket.socket] = []
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(NotConnected, match=f"no Ray cluster answers at {address}: .*whose port is 6379"):
+            connect(address=address)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for connection in held:
+            connection.close()
+
+
+def test_a_port_that_is_rays_is_connected_to(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Control(NodeInfoGcsServiceServicer):
+        def GetClusterId(self, request: object, context: object) -> GetClusterIdReply:  # noqa: N802 - Ray's name
+            return GetClusterIdReply(cluster_id=b"x" * 28)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda address, **_: asked.append(address))
+    cluster.add("tournant", "RUNNING", running=1)
+    server = create_grpc_server_with_interceptors(max_workers=1)
+    add_NodeInfoGcsServiceServicer_to_server(Control(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        connect(address=address).close()
+    finally:
+        server.stop(None)
+    assert asked == [address]
 
 
 def test_without_ray_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

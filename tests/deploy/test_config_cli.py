@@ -336,6 +336,9 @@ def laughs(form: str) -> str:
         ("a: &a [*a]", "holds an alias of what it is part of, line 1"),
         ("a: 1\n---\nb: 1", "holds several YAML documents; give each a file of its own"),
         ("a: {x: 1, x: 2}", "has the key x twice in one mapping, line 1"),
+        ("a: {0x1: 1, 1: 2}", "has the key 1 twice in one mapping, line 1"),
+        ("a: {yes: 1, true: 2}", "has the key true twice in one mapping, line 1"),
+        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "has the key << twice in one mapping, line 2"),
         ("a: 0x" + "f" * 5000, "has a number of more than 64 bits, line 1"),
         ("a: " + "9" * 5000, "is not YAML: Exceeds the limit"),
         ("a: !!timestamp x", "is not YAML: a value does not fit its tag"),
@@ -499,3 +502,15 @@ def test_the_command_works_as_it_is_installed(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(serve_file(args={"modle": 1})))
     result = CliRunner().invoke(app, ["config", "check", str(path)])
     assert result.exit_code == 1
+
+
+def test_key_files_that_are_here_are_read_and_those_that_are_not_are_left_to_the_replicas(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    data = serve_file(args={"access": {"api_keys_file": str(keys)}})
+    assert check(data) == []
+    keys.write_text("a-key-that-is-long-enough")
+    keys.chmod(0o644)
+    (line,) = check(data)
+    assert line.startswith(f"applications[0].args.access: {keys} has mode 0644")
+    keys.chmod(0o600)
+    assert check(data) == []

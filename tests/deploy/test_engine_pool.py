@@ -9,12 +9,14 @@ import pytest
 
 from tests.deploy.async_test import async_test, settle
 from tests.deploy.fake_engine import FakeEngineClient, make_info
-from tests.deploy.fleet import continuing, fleet, in_turn, until
+from tests.deploy.fleet import connect, continuing, fleet, in_turn, until
+from tournant.cluster.engine_members import Member
 from tournant.deploy.engine_pool import EnginePool, least_prefill
 from tournant.kvstore.block import Namespace
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.messages import LOST_WEIGHTS, EngineRequest, EngineStats, RequestOutput
 from tournant.workers.sampling_params import SamplingParams
+from tournant.workers.stream_client import StreamEngineClient
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 OLD, NEW = b"w" * 32, b"n" * 32
@@ -116,6 +118,31 @@ async def test_a_stream_that_broke_is_opened_again_while_the_registry_names_its_
         assert found.pool.engines == [engine]
         found.tell()
         await until(lambda: not found.pool.engines)
+
+
+@async_test
+async def test_a_replica_without_an_engine_is_one_line_however_often_it_is_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tries: list[str] = []
+
+    async def refused(member: Member) -> StreamEngineClient:
+        tries.append(member.replica)
+        if len(tries) <= 3:
+            raise EngineDeadError(f"replica {member.replica} has no engine now")
+        if len(tries) <= 6:
+            raise EngineDeadError("no stream to the engine at 10.0.0.1:1: refused")
+        return await connect(member)
+
+    async with fleet(SAYS, connect=refused) as found:
+        assert found.pool.engines[0].serving
+    lines = [record.getMessage() for record in caplog.records if record.name == "tournant.engine_pool"]
+    assert lines[:2] == [
+        "replica r0 has no engine now",
+        "replica r0: no stream to the engine at 10.0.0.1:1: refused",
+    ]
+    assert len(tries) == 7
+    assert not any("no engine now" in line or "no stream" in line for line in lines[2:])
 
 
 @async_test

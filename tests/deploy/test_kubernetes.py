@@ -244,6 +244,17 @@ def test_dashboard_and_alerts_name_metrics_and_labels_that_there_are() -> None:
     assert [(one, unknown_names(one)) for one in found if unknown_names(one) or "ray_" not in one] == []
 
 
+def test_the_alert_on_missing_engines_does_not_need_a_series_of_one() -> None:
+    """What Prometheus makes of an empty sum is nothing, which no comparison with 0 finds."""
+    (rules,) = documents(FOLDER / "prometheus-rules.yaml")
+    (rule,) = (one for group in rules["spec"]["groups"] for one in group["rules"] if one["alert"] == "TournantNoEngine")
+    assert " ".join(rule["expr"].split()) == (
+        "max by (model_name) (max_over_time(ray_tournant_engine_up[1d])) "
+        "unless sum by (model_name) (ray_tournant_engine_up) > 0 "
+        "or absent_over_time(ray_tournant_engine_up[1d])"
+    )
+
+
 def test_a_metric_or_label_that_is_not_there_would_be_told() -> None:
     assert unknown_names("sum by (modle) (rate(ray_vllm_prompt_token_total{tier=~'x'}[5m]))") == [
         "ray_vllm_prompt_token_total",

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -176,6 +177,9 @@ def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: P
             command_line, ["weights", "status", "--url", operators.split()[1], "--key-file", str(admin_key)]
         )
         assert "state done" in shown.output
+        (folder,) = run_folders.iterdir()  # Ray opens its own to all users, which lies below
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (folder / "r/session_latest/sockets/raylet").is_socket()
         below = descendants(process.pid)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEYS["ann"], max_retries=0, timeout=60)
         chunks = client.chat.completions.create(

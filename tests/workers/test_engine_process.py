@@ -20,7 +20,7 @@ from tests.workers.harness import files_of
 from tournant.kvstore.config import PAGE_BYTES, StoreConfig
 from tournant.kvstore.store_process import start_store
 from tournant.workers.config import EngineConfig
-from tournant.workers.engine_client import ProcessEngineClient
+from tournant.workers.engine_client import ProcessEngineClient, _how_it_ended
 from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineRequest, RequestOutput
@@ -70,7 +70,11 @@ def run(scenario: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyn
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_life(tiny_model: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+def test_a_life(
+    tiny_model: Path,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Ready, answers, cache hit, reset, abort, a request that cannot run, close: one process for all of it."""
 
     async def scenario() -> None:
@@ -116,16 +120,23 @@ def test_a_life(tiny_model: Path, loop_factory: Callable[[], asyncio.AbstractEve
             Answer(client, [1])
 
     run(scenario, loop_factory)
+    assert [line for name, _, line in caplog.record_tuples if name == "tournant.engine_client"] == []
 
 
-def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> None:
+def test_a_killed_engine_answers_everything_with_an_error_and_the_log_says_how_it_ended(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected: list[str] = []
+
     async def scenario() -> None:
         async with started(tiny_model) as client:
             answers = [Answer(client, [number], n=2, max_tokens=900) for number in range(4)]
             await answers[-1].first.wait()
             os.kill(client.info.pid, signal.SIGKILL)
+            expected.append(f"the engine process {client.info.pid} ended by signal 9 (SIGKILL)")
             for answer in answers:
                 await answer.done.wait()
+                assert {o.error for o in answer.outputs if o.finish_reason} == set(expected)
                 assert {(o.index, o.finish_reason) for o in answer.outputs if o.finish_reason} == {
                     (0, "error"),
                     (1, "error"),
@@ -135,6 +146,22 @@ def test_a_killed_engine_answers_everything_with_an_error(tiny_model: Path) -> N
                 await client.reset_prefix_cache()
 
     run(scenario)
+    logged = [record for record in caplog.records if record.name == "tournant.engine_client"]
+    assert [(record.levelname, record.getMessage()) for record in logged] == [("ERROR", expected[0])]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-11, "ended by signal 11 (SIGSEGV)"),
+        (-40, "ended by signal 40"),
+        (None, "has closed its connection"),
+    ],
+)
+def test_how_a_process_ended_is_said_in_words(code: int | None, words: str) -> None:
+    assert _how_it_ended(code) == words
 
 
 @pytest.mark.parametrize(

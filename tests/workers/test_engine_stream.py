@@ -15,7 +15,8 @@ import pytest
 
 from tests.deploy.async_test import async_test, settle
 from tests.deploy.fake_engine import FakeEngineClient, make_info
-from tournant.workers.engine_server import EngineServer
+from tournant.workers import engine_server
+from tournant.workers.engine_server import MAX_STRANGERS, EngineServer
 from tournant.workers.engine_stream import EngineFacts, StreamLimits, hello
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.messages import (
@@ -373,7 +374,7 @@ async def test_what_is_not_ours_ends_its_stream_alone(data: bytes) -> None:
             while await reader.read(1 << 16):
                 pass
         writer.close()
-        await until(lambda: len(place.server._streams) == 1)
+        await until(lambda: len(place.server._streams) == 1 and not place.server._strangers)
         _, heard = ask(good, 60)
         assert await heard.tokens(8) == list(range(60, 68))
 
@@ -388,7 +389,69 @@ async def test_who_says_nothing_is_sent_away() -> None:
         writer.write(HELLO)
         while await dumb.read(1 << 16):
             pass
+        await until(lambda: not place.server._streams and not place.server._strangers)
+
+
+async def heard_of(reader: asyncio.StreamReader) -> list[list[Any]]:
+    """All that an engine says until it ends the stream."""
+    frames, messages = FrameBuffer(), []
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            messages += frames.feed(data)
+    return messages
+
+
+@async_test
+async def test_who_has_not_said_the_token_is_told_nothing() -> None:
+    async with site(StreamLimits(beat_s=0.02, hello_s=10)) as place:
+        stranger, _ = await asyncio.open_connection(HOST, place.port)
+        client = await place.connect()
+        await until(lambda: len(place.server._strangers) == 1)
+        beats = next(iter(place.server._streams))
+        await until(lambda: beats._step > 5)
+        place.server.begin_drain(5.0)
+        place.server.serve_again(4, "/secret")
+        await until(lambda: client.facts.epoch == 4)
+        place.server.close("the test is over")
+        assert await heard_of(stranger) == []
+        assert client.facts.model == "/secret"
+
+
+@async_test
+async def test_a_frontend_that_connects_as_a_drain_begins_hears_ready_first() -> None:
+    async with site() as place:
+        reader, writer = await asyncio.open_connection(HOST, place.port)
+        await until(lambda: len(place.server._strangers) == 1)
+        place.server.begin_drain(5.0)
+        writer.write(HELLO)
+        await until(lambda: len(place.server._streams) == 1)
+        place.server.close("the test is over")
+        assert [message[0] for message in await heard_of(reader)] == ["ready", "draining", "bye"]
+
+
+@async_test
+async def test_strangers_keep_no_frontend_out_and_the_oldest_go() -> None:
+    async with site() as place:
+        strangers = [await asyncio.open_connection(HOST, place.port) for _ in range(3 * MAX_STRANGERS)]
+        await until(lambda: len(place.server._strangers) == MAX_STRANGERS)
+        client = await place.connect()
+        assert await heard_of(strangers[0][0]) == []
+        last = strangers[-1][1]
+        last.write(HELLO)
+        await until(lambda: len(place.server._streams) == 2)
+        assert client.alive
+
+
+@async_test
+async def test_one_frontend_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_server, "MAX_STREAMS", 1)
+    async with site() as place:
+        first = await place.connect()
+        with pytest.raises(EngineDeadError, match="has streams to 1 frontends"):
+            await place.connect()
+        await first.close()
         await until(lambda: not place.server._streams)
+        await place.connect()
 
 
 @async_test

@@ -87,6 +87,18 @@ def test_what_linux_says_of_a_process() -> None:
     assert look_at(process.pid) is None
 
 
+@pytest.mark.parametrize(("others", "state"), [("SS", "S"), ("SR", "S"), ("SD", "D")])
+def test_one_that_waits_for_a_thread_that_waits_for_a_disk_is_at_work(tmp_path: Path, others: str, state: str) -> None:
+    for task, letter in enumerate("S" + others, start=7):
+        folder = tmp_path / "7" / "task" / str(task)
+        folder.mkdir(parents=True)
+        (folder / "stat").write_text(f"{task} (an) engine) {letter} {' '.join(map(str, range(4, 30)))}")
+    found = look_at(7, tmp_path)
+    assert found == MainThread(state, 14 + 15)
+    watchdog = Watchdog(still_looks=3, busy_looks=50)
+    assert (looks(watchdog, *[found] * 5)[-1] == "") == (state == "D")
+
+
 def test_an_engine_that_was_stopped_is_killed_and_its_requests_end_with_the_first_cause(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -218,6 +218,13 @@ def test_a_form_with_scales_is_refused(folder: Path) -> None:
         engine_of(folder, kv_cache_dtype="fp8_e4m3", deterministic=False)
 
 
+def test_sizes_without_sense_are_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="overflow_host_bytes is 100, less than one block of 32768 bytes"):
+        engine_of(folder, overflow_host_bytes=100)
+    with pytest.raises(ConfigError, match=r"overflow_host_bytes is \d+, but only \d+ bytes of memory are free"):
+        engine_of(folder, overflow_host_bytes=1 << 43)
+
+
 def test_fp8_without_scales_goes_below(folder: Path) -> None:
     prompt = prompt_of(500, 10)
     want = Session(make_engine(folder, 64, kv_cache_dtype="fp8_e5m2")).ask([prompt], max_tokens=8)

@@ -1,0 +1,58 @@
+"""The default model over a device pool that is a fraction of its context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.workers.harness import GREEDY
+from tournant.deploy.llm import LLM
+from tournant.workers.sampling_params import SamplingParams
+
+TOKEN_BYTES = 23_040  # of its KV in bfloat16
+NEEDLE = "The secret word of the kitchen is marjoram."
+QUESTION = "What is the secret word of the kitchen? Answer with the sentence of the text that says it."
+BELOW = {"overflow_host_bytes": 512 * TOKEN_BYTES, "overflow_disk_bytes": 7680 * TOKEN_BYTES}
+
+
+def llm_of(pool_tokens: int, **config: object) -> LLM:
+    return LLM(device="cpu", dtype="bfloat16", deterministic=True, kv_cache_bytes=pool_tokens * TOKEN_BYTES, **config)
+
+
+def text_of(llm: LLM, tokens: int) -> list[int]:
+    """So many tokens of the documentation."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(docs.glob("*.md")))
+    return llm.encode(text[: tokens * 6])[:tokens]
+
+
+def test_four_thousand_tokens_over_a_pool_of_500() -> None:
+    params = SamplingParams(max_tokens=16, **GREEDY)
+    with llm_of(4096) as llm:
+        prompt = text_of(llm, 4000)
+        (want,) = llm.generate([prompt], params, use_tqdm=False)
+    with llm_of(496, **BELOW) as llm:
+        (found,) = llm.generate([prompt], params, use_tqdm=False)
+        stats = llm.engine_stats.overflow
+    assert found.outputs[0].token_ids == want.outputs[0].token_ids
+    assert stats.host_bytes > 0
+    assert stats.disk_bytes > 0
+
+
+@pytest.mark.soak
+def test_a_needle_is_found_with_a_quarter_of_the_blocks() -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    answers = []
+    for sparse in (None, {"budget": 0.25}):
+        with llm_of(512, **BELOW, sparse_attention=sparse) as llm:
+            text = text_of(llm, 6000)
+            prompt = text[:3000] + llm.encode(f"\n{NEEDLE}\n") + text[3000:]
+            asked = llm.encode([{"role": "user", "content": QUESTION}])
+            (found,) = llm.generate([prompt + asked], params, use_tqdm=False)
+            answers.append(found.outputs[0].text)
+            counts = llm.engine_stats.overflow
+    assert answers[0] == answers[1]
+    assert "marjoram" in answers[0]
+    assert counts.chosen_layers > 0
+    assert counts.dense_layers == 0
