@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import weights_offload
 from benchmarks.common import Options, Report, Samples, Table, at_least, at_most, interleave, run_main, say, timed
+from benchmarks.model_costs import ModelCosts
 from benchmarks.offload_engine import BLOCK_TOKENS, TieredEngine, model_of
 from tournant.kernels import block_sparse, segments
 from tournant.kernels.layout import KVLayout
@@ -63,22 +64,22 @@ class _Runs:
         return self._context / answer.first_s
 
 
-def _measure(engines: Mapping[str, dict[str, Any]], files: ModelFiles, options: Options) -> tuple[Any, Any, int]:
-    """(prefill tokens/s by name, seconds of a decode step by name, bytes of a token's KV)."""
+def _measure(
+    engines: Mapping[str, dict[str, Any]], files: ModelFiles, options: Options
+) -> tuple[dict[str, Samples], dict[str, Samples]]:
+    """(prefill tokens/s, seconds of a decode step), by name."""
     context, new = (QUICK_CONTEXT, QUICK_NEW) if options.quick else (CONTEXT, NEW_TOKENS)
     vocab = read_decoder_config(files.folder).vocab_size
     runs: dict[str, _Runs] = {}
-    token_bytes = 0
     try:
         for name, config in engines.items():
             below = config.get("overflow_host_bytes", config.get("overflow_disk_bytes", 0))
             pool = context // SHARE if below else context + new + 2 * BLOCK_TOKENS
             engine = TieredEngine(files, pool, options.threads, deterministic=True, **config)
-            token_bytes = engine.block_bytes // BLOCK_TOKENS
             runs[name] = _Runs(engine, vocab, context, new)
         prefill = interleave({name: one.prefill_rate for name, one in runs.items()}, options.rounds)
         decode = {name: Samples(tuple(one.step_s[1:])) for name, one in runs.items()}
-        return prefill, decode, token_bytes
+        return prefill, decode
     finally:
         for one in runs.values():
             one.engine.close()
@@ -86,7 +87,8 @@ def _measure(engines: Mapping[str, dict[str, Any]], files: ModelFiles, options: 
 
 def _contexts(files: ModelFiles, options: Options) -> list[Table]:
     context = QUICK_CONTEXT if options.quick else CONTEXT
-    size = (context + 256) * TieredBytes.of(files)
+    token_bytes = ModelCosts.of(files.folder).kv_token_bytes
+    size = (context + 256) * token_bytes
     host, disk = {"overflow_host_bytes": size}, {"overflow_disk_bytes": size}
     say(f"contexts of {context} tokens over pools of {context // SHARE}")
     raw = {
@@ -95,7 +97,7 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
         STREAMED: {**host, "overflow_attention": "streamed"},
         DISK: disk,
     }
-    prefill, decode, token_bytes = _measure(raw, files, options)
+    prefill, decode = _measure(raw, files, options)
     bars = {IN_PLACE: (MIN_PREFILL, MIN_IN_PLACE), STREAMED: (MIN_PREFILL, MIN_STREAMED), DISK: (MIN_PREFILL, None)}
     rows: list[list[Any]] = []
     for name in raw:
@@ -121,7 +123,7 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
         STREAMED: {**host, "overflow_attention": "streamed", "overflow_host_bytes_per_s": rate},
         DISK: {**disk, "overflow_disk_bytes_per_s": rate},
     }
-    _, decode, token_bytes = _measure(linked, files, options)
+    _, decode = _measure(linked, files, options)
     below = context - context // SHARE
     rows = []
     for name in (STREAMED, DISK):
@@ -145,16 +147,6 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
         )
     )
     return tables
-
-
-class TieredBytes:
-    """Sizes of a model's KV."""
-
-    @staticmethod
-    def of(files: ModelFiles) -> int:
-        """Bytes of a token's KV in bfloat16."""
-        decoder = read_decoder_config(files.folder)
-        return decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 2
 
 
 def _sparse(files: ModelFiles, options: Options) -> Table:

@@ -90,7 +90,7 @@ class EngineConfig:
     overflow_host_bytes, overflow_disk_bytes: places below the device, of each rank, for the KV of running sequences
     that are larger than it, in RAM and on disk, 0 and 0 = such sequences are refused; overflow_folder: where the disk
     part lies, None = /var/tmp; overflow_attention: "in_place" attends to RAM's blocks with the CPU, "streamed" copies
-    them to the device first, "auto" chooses per step; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated
+    them to the device first, "auto" = in place; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated
     link between device and RAM and emulated drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks
     count; weights_offload: see WeightsOffload, None = all layers are on the device;
     tensor_parallel_size: ranks that share every layer; pipeline_parallel_size: stages of layers, one after another.

@@ -32,7 +32,6 @@ from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.models.linear import can_pack
 from tournant.workers.overflow_attention import OverflowAttention, OverflowStep
-from tournant.workers.overflow_choice import OverflowChoice
 from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.sampler import Logprobs, Sampled, Sampler
 from tournant.workers.warm_up import kinds_of_steps, largest_batch
@@ -210,10 +209,10 @@ class ModelRunner:
             keeps_bounds=sparse is not None,
         )
         windows = [self.decoder_config.kind_of(index).window for index in range(layout.num_layers)]
-        choice = OverflowChoice(config.overflow_attention)
+        streams = config.overflow_attention == "streamed"
         num_heads = self.decoder_config.num_heads
         self.inputs.overflow = OverflowAttention(
-            self.overflow, self.cache.num_blocks, num_heads, windows, choice, sparse
+            self.overflow, self.cache.num_blocks, num_heads, windows, sparse, streams=streams
         )
 
     def agreed_blocks(self, num_blocks: int) -> int:

@@ -24,10 +24,11 @@ from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import PIECE_TOKENS, AttentionPlan
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import SparseAttention
-from tournant.workers.overflow_choice import OverflowChoice
 from tournant.workers.overflow_pool import OverflowPool, page_aligned
 from tournant.workers.sparse_choice import SparseCounts, choose_blocks
 
+Array = npt.NDArray[np.int64]
+DEVICE, RAM, RING = 0, 1, 2  # sources of blocks
 RING_PARTS = 3  # one that is read, two that are filled
 PART_TOKENS = 1024  # of one layer
 NUM_READERS = 2
@@ -44,15 +45,39 @@ class LongRows:
     entry: int
     rows: slice
     context: int
-    table: npt.NDArray[np.int64]
+    table: Array
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Walk:
-    """A range of pieces of a sequence in one layer. brought: indices of blocks that come through the ring."""
+    """A range of pieces of a sequence. brought: places of its blocks that come through the ring, in their order."""
 
     plan: AttentionPlan
     brought: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How a sequence's keys are walked in every layer with one window. sources, ids: of all its blocks, see `Places`,
+    0 the device, 1 RAM, 2 the walk's part of the ring; num_host, num_disk: blocks below that are read.
+    """
+
+    walks: list[_Walk]
+    sources: Array
+    ids: Array
+    num_host: int
+    num_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Where a layer's KV lies on the device, and how it attends."""
+
+    number: int
+    kv_cache: torch.Tensor
+    scale: float
+    window: int
+    softcap: float
 
 
 @dataclass(slots=True)
@@ -66,8 +91,8 @@ class _Fill:
 class OverflowAttention:
     """Makes `OverflowStep`s. One per shard; closes with its engine's process.
 
-    windows: keys a row sees in each layer of this shard, 0 = all before it; choice: in place or streamed; sparse: which
-    blocks decode steps read, None = all.
+    windows: keys a row sees in each layer of this shard, 0 = all before it; streams: blocks in RAM are copied to the
+    device first, else read in place; sparse: which blocks decode steps read, None = all.
     """
 
     def __init__(
@@ -76,14 +101,16 @@ class OverflowAttention:
         num_device_blocks: int,
         num_heads: int,
         windows: Sequence[int],
-        choice: OverflowChoice,
         sparse: SparseAttention | None = None,
+        *,
+        streams: bool = False,
     ) -> None:
         self.pool = pool
         self.num_device_blocks = num_device_blocks
         self.num_heads = num_heads
         self.windows = tuple(windows)
-        self.choice = choice
+        self.first_brought = 0 if streams else pool.host_blocks  # places from here on come through the ring
+        self.streams = streams
         self.sparse = sparse
         self.in_group = False  # other ranks cannot be told that a step means nothing: a loss ends the step
         layout = pool.layout
@@ -126,70 +153,72 @@ class OverflowStep:
         self._long = long
         self.lost: dict[int, frozenset[int]] = {}
         self.sparse = SparseCounts()
-        self._num_host = self._num_disk = self._num_streamed = 0
-        self._is_sparse = [owner.sparse is not None and rows.rows.stop - rows.rows.start == 1 for rows in long]
-        self._streams = [owner.choice.streams(rows.rows.stop - rows.rows.start, rows.context) for rows in long]
-        layout = owner.pool.layout
-        self._states = [
-            segments.new_state(rows.rows.stop - rows.rows.start, owner.num_heads, layout.head_size, torch.device("cpu"))
-            for rows in long
-        ]
-        self._plans: dict[tuple[int, int, int], AttentionPlan] = {}
-        self._walks: dict[tuple[int, int], list[_Walk]] = {}
+        self._num_host = self._num_disk = 0
+        self._places = [rows.table - owner.num_device_blocks for rows in long]  # below 0: on the device
+        self._counts = [rows.rows.stop - rows.rows.start for rows in long]
+        self._is_sparse = [owner.sparse is not None and count == 1 for count in self._counts]
+        size = owner.pool.layout.head_size
+        self._states = [segments.new_state(n, owner.num_heads, size, torch.device("cpu")) for n in self._counts]
+        self._routes: dict[tuple[int, int], _Route] = {}
         self._order = deque(
-            (layer, index, walk)
-            for layer in range(len(owner.windows))
+            (layer, walk.brought)
+            for layer, window in enumerate(owner.windows)
             for index in range(len(long))
-            if owner.windows[layer] or not self._is_sparse[index]
-            for walk in self._walks_of(index, owner.windows[layer])
+            if self._is_foreseen(index, window)
+            for walk in self._route(index, window).walks
             if walk.brought
         )
         self._fills: deque[_Fill] = deque()
         for part in range(RING_PARTS):
             self._fill(part)
 
-    def _walks_of(self, index: int, window: int) -> list[_Walk]:
+    def _is_foreseen(self, index: int, window: int) -> bool:
+        """Whether it is known before a layer which blocks of a sequence it reads."""
+        return bool(window) or not self._is_sparse[index]
+
+    def _resident(self, index: int) -> tuple[Array, Array]:
+        """Sources and ids of a sequence's blocks where they lie, those on disk as if they were in RAM."""
+        places = self._places[index]
+        return np.where(places < 0, DEVICE, RAM), np.where(places < 0, self._long[index].table, places)
+
+    def _route(self, index: int, window: int) -> _Route:
         """A sequence's pieces, cut so that what each walk needs from below fits a part of the ring."""
-        if (found := self._walks.get((index, window))) is not None:
+        if (found := self._routes.get((index, window))) is not None:
             return found
-        owner, rows = self._owner, self._long[index]
-        pool, tokens = owner.pool, owner.pool.layout.block_tokens
-        places = rows.table - owner.num_device_blocks
-        comes = places >= (0 if self._streams[index] else pool.host_blocks)
-        per_piece = PIECE_TOKENS // tokens
-        count = rows.rows.stop - rows.rows.start
-        pieces = -(-rows.context // PIECE_TOKENS)
+        owner, rows, places, count = self._owner, self._long[index], self._places[index], self._counts[index]
+        per_piece, pieces = PIECE_TOKENS // owner.pool.layout.block_tokens, -(-rows.context // PIECE_TOKENS)
         first = max(0, rows.context - count - window + 1) // PIECE_TOKENS if window else 0
+        sources, ids = self._resident(index)
         walks: list[_Walk] = []
+
+        def end_walk(begin: int, end: int, brought: list[int]) -> None:
+            sources[brought], ids[brought] = RING, np.arange(len(brought))
+            layout = owner.slice_layout
+            plan = segments.plan_pieces(count, rows.context, layout, owner.num_heads, begin, end)
+            walks.append(_Walk(plan, places[brought].tolist()))
+
         begin, brought = first, list[int]()
         for piece in range(first, pieces):
             start = piece * per_piece
-            wanted = [block for block in range(start, min(start + per_piece, len(places))) if comes[block]]
+            wanted = (start + np.flatnonzero(places[start : start + per_piece] >= owner.first_brought)).tolist()
             if brought and len(brought) + len(wanted) > owner.part_blocks:
-                walks.append(_Walk(self._plan(index, begin, piece), brought))
+                end_walk(begin, piece, brought)
                 begin, brought = piece, []
             brought = brought + wanted
-        walks.append(_Walk(self._plan(index, begin, pieces), brought))
-        self._walks[(index, window)] = walks
-        return walks
-
-    def _plan(self, index: int, begin: int, end: int) -> AttentionPlan:
-        key, rows, owner = (index, begin, end), self._long[index], self._owner
-        if key not in self._plans:
-            count = rows.rows.stop - rows.rows.start
-            self._plans[key] = segments.plan_pieces(
-                count, rows.context, owner.slice_layout, owner.num_heads, begin, end
-            )
-        return self._plans[key]
+        end_walk(begin, pieces, brought)
+        seen = places[first * per_piece :]
+        num_disk = int((seen >= owner.pool.host_blocks).sum())
+        route = _Route(walks, sources, ids, int((seen >= 0).sum()) - num_disk, num_disk)
+        self._routes[(index, window)] = route
+        return route
 
     def _fill(self, part: int) -> None:
         """Begin to bring what the next walk of all needs that is not on its way."""
         if not self._order:
             return
-        layer, index, walk = self._order.popleft()
+        layer, brought = self._order.popleft()
         owner = self._owner
-        places = [int(self._long[index].table[block]) - owner.num_device_blocks for block in walk.brought]
-        self._fills.append(_Fill(part, owner.readers.submit(owner.pool.read_layer, layer, places, owner.ring[part])))
+        self._fills.append(_Fill(part, owner.readers.submit(owner.pool.read_layer, layer, brought, owner.ring[part])))
 
     def attend(
         self,
@@ -204,51 +233,33 @@ class OverflowStep:
         """As `ops.paged_attention` for the rows of this step. Layers must come in their order, each once."""
         for rows, plan in self._hot:
             ops.paged_attention(out[rows], q[rows], kv_cache, layer, plan, scale, window=window, softcap=softcap)
-        for index in range(len(self._long)):
-            self._attend_long(index, out, q, kv_cache, layer, scale, window, softcap)
+        how = _Layer(layer, kv_cache, scale, window, softcap)
+        for index, long in enumerate(self._long):
+            own = out[long.rows], q[long.rows]
+            if self._is_foreseen(index, window) or not self._attend_sparse(index, *own, how):
+                self._attend_long(index, *own, how)
 
-    def _attend_long(
-        self,
-        index: int,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: int,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
-        foreseen = bool(window) or not self._is_sparse[index]
-        if not foreseen and self._attend_sparse(index, out, q, kv_cache, layer, scale, softcap):
-            return
-        owner, rows, state = self._owner, self._long[index], self._states[index]
-        pool, walks = owner.pool, self._walks_of(index, window)
+    def _attend_long(self, index: int, out: torch.Tensor, q: torch.Tensor, layer: _Layer) -> None:
+        owner, state, route = self._owner, self._states[index], self._route(index, layer.window)
+        pool, foreseen = owner.pool, self._is_foreseen(index, layer.window)
         state[..., pool.layout.head_size + 1] = 0.0  # a window may leave out the first piece
-        places = rows.table - owner.num_device_blocks
-        sources = np.where(places < 0, 0, 1)
-        ids = np.where(places < 0, rows.table, np.minimum(places, max(0, pool.host_blocks - 1)))
-        seen = places[walks[0].plan.pieces[0] * PIECE_TOKENS // pool.layout.block_tokens :]
-        self._count(seen[seen >= 0], streamed=self._streams[index])
-        for walk in walks:
+        self._num_host += route.num_host
+        self._num_disk += route.num_disk
+        for walk in route.walks:
             fill = self._fills.popleft() if walk.brought and foreseen else None
             ring = owner.ring[RING_PARTS if fill is None else fill.part]
             if walk.brought:
-                self._lose(
-                    rows, fill.done.result() if fill else pool.read_layer(layer, places[walk.brought].tolist(), ring)
-                )
-                sources[walk.brought] = 2
-                ids[walk.brought] = np.arange(len(walk.brought))
-            where = segments.Places((kv_cache, pool.host, ring), sources, ids)
+                self._lose(index, fill.done.result() if fill else pool.read_layer(layer.number, walk.brought, ring))
             segments.walk(
-                out[rows.rows],
-                q[rows.rows],
-                where,
-                (layer, layer, 0),
+                out,
+                q,
+                segments.Places((layer.kv_cache, pool.host, ring), route.sources, route.ids),
+                (layer.number, layer.number, 0),
                 walk.plan,
-                scale,
+                layer.scale,
                 state,
-                window=window,
-                softcap=softcap,
+                window=layer.window,
+                softcap=layer.softcap,
             )
             if fill is not None:
                 self._fill(fill.part)
@@ -257,79 +268,66 @@ class OverflowStep:
         """What was read of the overflow, by names of OverflowStats. Call it when all layers are over."""
         pool, sparse = self._owner.pool, self.sparse
         written, pool.bytes_written = pool.bytes_written, 0
+        host_bytes = self._num_host * pool.layer_bytes
         return {
             "written_bytes": written,
-            "host_bytes": self._num_host * pool.layer_bytes,
+            "host_bytes": host_bytes,
             "disk_bytes": self._num_disk * pool.layer_bytes,
-            "streamed_bytes": self._num_streamed * pool.layer_bytes,
+            "streamed_bytes": host_bytes if self._owner.streams else 0,
             "lost_blocks": sum(map(len, self.lost.values())),
             "chosen_layers": sparse.num_chosen,
             "dense_layers": sparse.num_dense,
             "missed_mass": sparse.missed,
         }
 
-    def _count(self, places: npt.NDArray[np.int64], *, streamed: bool) -> None:
-        """Places below of which one layer is read."""
-        num_disk = int((places >= self._owner.pool.host_blocks).sum())
-        self._num_disk += num_disk
-        self._num_host += len(places) - num_disk
-        self._num_streamed += (len(places) - num_disk) * streamed
-
-    def _lose(self, rows: LongRows, places: frozenset[int]) -> None:
+    def _lose(self, index: int, places: frozenset[int]) -> None:
         if places and self._owner.in_group:
             raise OverflowLost(f"{len(places)} KV blocks below this rank's device could not be read")
         if places:
-            known = self.lost.get(rows.entry, frozenset())
-            self.lost[rows.entry] = known | {self._owner.num_device_blocks + place for place in places}
+            entry = self._long[index].entry
+            known = self.lost.get(entry, frozenset())
+            self.lost[entry] = known | {self._owner.num_device_blocks + place for place in places}
 
-    def _attend_sparse(
-        self,
-        index: int,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: int,
-        scale: float,
-        softcap: float,
-    ) -> bool:
+    def _attend_sparse(self, index: int, out: torch.Tensor, q: torch.Tensor, layer: _Layer) -> bool:
         """Over the device's blocks and some of those below. False when these may carry too little of the attention."""
-        owner, rows = self._owner, self._long[index]
+        owner, places = self._owner, self._places[index]
         pool, sparse = owner.pool, owner.sparse
         if sparse is None:
             raise InvariantViolation("sparse attention that was not configured")
-        places = rows.table - owner.num_device_blocks
         below = places >= 0
-        choice = choose_blocks(q[rows.rows][0], pool.bounds[layer], places[below], sparse.budget, scale, softcap)
+        choice = choose_blocks(
+            q[0], pool.bounds[layer.number], places[below], sparse.budget, layer.scale, layer.softcap
+        )
         mask = np.ones((pool.layout.num_kv_heads, len(places)), np.bool_)
         mask[:, below] = choice.mask
-        comes = below & mask.any(0) & (places >= (0 if self._streams[index] else pool.host_blocks))
-        brought = np.flatnonzero(comes)
-        self._count(places[below & mask.any(0)], streamed=self._streams[index])
+        read = below & mask.any(0)
+        num_disk = int((places[read] >= pool.host_blocks).sum())
+        self._num_disk += num_disk
+        self._num_host += int(read.sum()) - num_disk
+        brought = np.flatnonzero(read & (places >= owner.first_brought))
         room = owner.room_for(len(brought))
-        shares = np.array_split(np.arange(len(brought)), min(NUM_READERS, max(1, len(brought))))
+        shares = [share for share in np.array_split(np.arange(len(brought)), NUM_READERS) if len(share)]
         reads = [
             owner.readers.submit(
-                pool.read_layer, layer, places[brought[share]].tolist(), room[share[0] : share[-1] + 1]
+                pool.read_layer, layer.number, places[brought[share]].tolist(), room[share[0] : share[-1] + 1]
             )
             for share in shares
-            if len(share)
         ]
-        for read in reads:
-            self._lose(rows, read.result())
-        sources, ids = np.where(below, 1, 0), np.where(below, places, rows.table)
-        sources[brought], ids[brought] = 2, np.arange(len(brought))
-        where = segments.Places((kv_cache, pool.host, room), sources, ids)
+        for one in reads:
+            self._lose(index, one.result())
+        sources, ids = self._resident(index)
+        sources[brought], ids[brought] = RING, np.arange(len(brought))
         lse = torch.empty(1, owner.num_heads)
         block_sparse.attend_blocks(
-            out[rows.rows],
-            q[rows.rows],
-            where,
-            (layer, layer, 0),
+            out,
+            q,
+            segments.Places((layer.kv_cache, pool.host, room), sources, ids),
+            (layer.number, layer.number, 0),
             mask,
-            rows.context,
+            self._long[index].context,
             pool.layout,
-            scale,
-            softcap=softcap,
+            layer.scale,
+            softcap=layer.softcap,
             lse=lse,
         )
         missed = choice.missed(lse[0], pool.layout.block_tokens)

@@ -13,7 +13,6 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ import xxhash
 from tournant.kernels.block_sparse import key_bounds
 from tournant.kernels.layout import KVLayout
 from tournant.kvstore.config import PAGE_BYTES
-from tournant.kvstore.disk_io import DiskIO
+from tournant.kvstore.disk_io import DiskIO, page_buffer
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.device import Device
 from tournant.workers.errors import ConfigError
@@ -197,4 +196,4 @@ class OverflowPool:
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
     """uint8 memory of the CPU that begins at a page, zeroed, taken from the system when first written."""
-    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+    return torch.frombuffer(page_buffer(max(1, -(-num_bytes // PAGE_BYTES))), dtype=torch.uint8)[:num_bytes]

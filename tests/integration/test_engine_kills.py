@@ -8,13 +8,13 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.service_harness import parent_of
 from tests.integration.conftest import Deployed
 from tests.integration.load import Load
+from tournant.workers.engine_watchdog import look_at
 
 pytestmark = [
     pytest.mark.ray,
@@ -63,9 +63,10 @@ async def both_back(deployed: Deployed) -> None:
 
 
 def ticks_of(pid: int) -> int:
-    """CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    """CPU time that an engine's main thread, which computes, has used."""
+    found = look_at(pid)
+    assert found is not None
+    return found.cpu_ticks
 
 
 @pytest.mark.soak

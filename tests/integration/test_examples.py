@@ -15,8 +15,8 @@ import pytest
 import ray
 from ray import serve
 
+from tests.cluster.service_harness import free_port
 from tests.helpers.own_ray import own_ray
-from tests.integration.test_serve import free_port
 from tournant.deploy.app import make_app
 from tournant.deploy.client import connect
 from tournant.deploy.client_types import NoSuchApplication

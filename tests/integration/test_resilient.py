@@ -15,9 +15,9 @@ import ray
 from openai import AsyncOpenAI
 from ray import serve
 
+from tests.cluster.service_harness import free_port
 from tests.helpers.own_ray import own_ray
 from tests.helpers.tiny_model import build_tiny_model
-from tests.integration.test_serve import free_port
 from tournant.cluster.app_namespace import namespace_of
 from tournant.cluster.engine_members import Member, MembersConfig
 from tournant.cluster.engines_actor import ACTOR_NAME, EngineAnnouncer, EnginesClient, EngineWatch

@@ -24,6 +24,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 from typer.testing import CliRunner
 
+from tests.cluster.service_harness import free_port
 from tests.deploy.keys import KEYS, tenants, write_secret
 from tournant.deploy.cli import app as command_line
 from tournant.deploy.errors import GenerationFailed, RequestError
@@ -41,12 +42,6 @@ BIN = Path(sys.executable).parent
 MESSAGES: list[Any] = [{"role": "user", "content": "What is it?"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def ask(port: int, stream: bool, key: str = "none") -> str:

@@ -18,17 +18,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.cluster.service_harness import free_port
 from tournant.deploy.supervisor import descendants
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]
 
 TOURNANT = Path(sys.executable).parent / "tournant"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from openai import AsyncOpenAI
 from ray import serve
 from typer.testing import CliRunner
 
+from tests.cluster.service_harness import free_port
 from tests.helpers.own_ray import own_ray
 from tests.helpers.reference import reference_generate
 from tests.helpers.tiny_model import build_tiny_model
-from tests.integration.test_serve import free_port
 from tournant.deploy.app import make_app
 from tournant.deploy.cli import app as command_line
 from tournant.deploy.config import parse_config
