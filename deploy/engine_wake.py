@@ -1,6 +1,7 @@
-"""Has Serve start an engine when requests wait and there is none: what goes over streams Serve does not see.
+"""An ingress without an engine: it has Serve start one, which does not see what goes over streams, and waits for it.
 
-Owns one question to the engines' deployment at a time, which Serve counts as a waiting request until a replica answers.
+Owns one question to the engines' deployment at a time, which Serve counts as a waiting request until a replica answers,
+and how long an ingress that is new waits before it lets itself be found without an engine.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+COMING = ("STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION")  # not those that stop
 logger = logging.getLogger("tournant.resilient")
 
 
@@ -40,3 +43,26 @@ class EngineWake:
         except (RayError, RayServeException) as error:
             logger.warning("no engine answers: %s", error)
         await asyncio.sleep(self._pause_s)
+
+
+def engines_come(app_name: str, deployment: str) -> bool:
+    """Whether Serve has engines or starts some. False when it does not say so; blocks."""
+    try:
+        status = serve.status().applications[app_name].deployments[deployment]
+    except (RayError, RayServeException, KeyError) as error:
+        logger.warning("what Serve does about engines is not known: %s", error)
+        return False
+    return any(status.replica_states.get(state, 0) for state in COMING)
+
+
+async def first_engine(ready: asyncio.Event, come: Callable[[], bool], look_s: float, limit_s: float) -> bool:
+    """Wait until there is an engine. False when none comes, by a look every so often, or not within the limit."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    while not ready.is_set():
+        try:
+            await asyncio.wait_for(ready.wait(), look_s)
+        except TimeoutError:
+            if loop.time() >= end or not await asyncio.to_thread(come):
+                return ready.is_set()
+    return True

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -33,7 +34,7 @@ from tournant.deploy.config import DEPLOYMENT_NAME, INGRESS_NAME, parse_config
 from tournant.deploy.engine_host import EngineHost, TwoBackends, log_to_stderr
 from tournant.deploy.engine_pool import EnginePool
 from tournant.deploy.engine_swap import EngineSwap
-from tournant.deploy.engine_wake import EngineWake
+from tournant.deploy.engine_wake import EngineWake, engines_come, first_engine
 from tournant.deploy.frontend import Frontend, FrontendOptions
 from tournant.deploy.handle_methods import HandleMethods
 from tournant.deploy.http_routes import AsgiApp
@@ -52,7 +53,7 @@ from tournant.workers.messages import EngineStats
 from tournant.workers.model_files import name_of, resolve_model
 from tournant.workers.stream_client import StreamEngineClient
 
-READY_S = 20.0  # that an ingress waits for the first engine before it says so itself
+LOOK_S, READY_S = 10.0, 1800.0  # an ingress waits for the first engine, and looks whether any comes
 RETRY_S = 1.0
 TOKEN_BYTES = 32
 logger = logging.getLogger("tournant.resilient")
@@ -210,7 +211,9 @@ class Ingress(HandleMethods):
         log_to_stderr(self._config.log_level)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
-        """Called by Serve once after construction; waits a while for the first engine, and answers 503 without one."""
+        """Called by Serve once after construction; waits for the first engine while any comes: until then nobody is to
+        be sent here.
+        """
         config, context = self._config, serve.get_replica_context()
         name = config.served_model_name or name_of(config.model)
         prometheus = PrometheusBackend()
@@ -234,10 +237,9 @@ class Ingress(HandleMethods):
         self._wake.want()  # before there has been an engine nothing can be taken, and an idle one may go again
         self._following = asyncio.get_running_loop().create_task(self._follow_weights())
         self._watch = EngineWatch(EnginesClient(context.app_name), named)
-        try:
-            await asyncio.wait_for(self._ready.wait(), READY_S)
-        except TimeoutError:
-            logger.warning("no engine is ready after %g s; requests are answered with 503 until one is", READY_S)
+        come = partial(engines_come, context.app_name, self._replicas.deployment_name)
+        if not await first_engine(self._ready, come, LOOK_S, READY_S):
+            logger.warning("no engine is ready, and none comes; requests are answered with 503 until one does")
         http = HttpOptions((name,), config.max_body_bytes, send_request_id=False)
         self._http = HttpSide(config.access, self._present, http, self._metrics, prometheus, self._rollout)
         return self._http.app

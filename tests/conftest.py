@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ settings.load_profile("quick")  # --hypothesis-profile=soak comes after and wins
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # two threads on two cores spin at barriers whenever anything else runs
     RAY_GUARD.install()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of who runs tests in the background; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

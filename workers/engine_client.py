@@ -313,7 +313,9 @@ class ProcessEngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine's end is gone: everything that waits is told, once it is known how."""
-        if self._alive:
+        if self._closing:  # how it ended is no news, and at the interpreter's exit the loop does not live that long
+            self._end("the engine was closed")
+        elif self._alive:
             self._losing = self._loop.create_task(self._lose())
 
     async def _lose(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 from ray.serve.exceptions import RayServeException
 
 from tests.deploy.async_test import async_test, settle
-from tournant.deploy.engine_wake import EngineWake
+from tournant.deploy.engine_wake import EngineWake, first_engine
 
 
 @async_test
@@ -31,3 +31,26 @@ async def test_one_question_at_a_time() -> None:
     await wake.stop()
     await wake.stop()
     assert asked[1].cancelled()
+
+
+@async_test
+async def test_an_ingress_waits_as_long_as_an_engine_comes() -> None:
+    ready, looks = asyncio.Event(), []
+
+    def come() -> bool:
+        looks.append(None)
+        if len(looks) == 3:
+            loop.call_soon_threadsafe(ready.set)
+        return True
+
+    loop = asyncio.get_running_loop()
+    assert await first_engine(ready, come, look_s=0.001, limit_s=60.0)
+    assert len(looks) >= 3
+    assert await first_engine(ready, lambda: False, look_s=0.001, limit_s=0.0)
+
+
+@async_test
+async def test_an_ingress_does_not_wait_when_no_engine_comes_or_for_ever() -> None:
+    ready = asyncio.Event()
+    assert not await first_engine(ready, lambda: False, look_s=0.001, limit_s=60.0)
+    assert not await first_engine(ready, lambda: True, look_s=0.001, limit_s=0.01)

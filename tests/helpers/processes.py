@@ -5,11 +5,14 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 RAY_FOLDERS = ("tests/cluster/", "tests/integration/")
+WITHOUT_RAY = tuple(
+    f"tests/integration/test_{name}" for name in ("attention_maps", "device", "offload", "prompt_tuning", "tables")
+)
 
 
 def starts_ray(nodeid: str) -> bool:
-    """Whether a test is of a folder whose tests start Ray."""
-    return nodeid.startswith(RAY_FOLDERS)
+    """Whether a test is of a folder whose tests start Ray, and not of one of its files where none does."""
+    return nodeid.startswith(RAY_FOLDERS) and not nodeid.startswith(WITHOUT_RAY)
 
 
 class ByFile(LoadScopeScheduling):

@@ -24,7 +24,8 @@ class Load:
     """url: of the service; length: tokens of an answer; num_prompts: how many different prompts there are; prompt: they
     are this with their numbers; pause_s: of a client between an answer and its next request.
 
-    wanted: the text of each prompt under each set of weights; answered: by weights; failures: in words.
+    wanted: the text of each prompt under each set of weights; answered: by weights; failures: in words; flowing: events
+    so far of every stream that is being read.
     """
 
     url: str
@@ -36,6 +37,7 @@ class Load:
     answered: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
+    flowing: Counter[int] = field(default_factory=Counter)
     _number: int = 0
 
     @property
@@ -55,11 +57,13 @@ class Load:
         assert len(set(self.wanted.values())) == self.num_prompts
 
     @asynccontextmanager
-    async def running(self, num_clients: int) -> AsyncIterator[None]:
-        """So many clients ask one thing after another meanwhile; all of them have their answers at the end."""
+    async def running(self, num_clients: int, *, streams_only: bool = False) -> AsyncIterator[None]:
+        """So many clients ask one thing after another meanwhile; all of them have their answers at the end. One answer
+        in four is not a stream, unless all are to be.
+        """
         over = asyncio.Event()
         async with self._client(num_clients) as client:
-            asking = [asyncio.create_task(self._keep_asking(client, over)) for _ in range(num_clients)]
+            asking = [asyncio.create_task(self._keep_asking(client, over, streams_only)) for _ in range(num_clients)]
             try:
                 yield
             finally:
@@ -73,10 +77,16 @@ class Load:
             while self.num_answered + len(self.failures) < goal:
                 await asyncio.sleep(0.05)
 
-    async def _keep_asking(self, client: httpx.AsyncClient, over: asyncio.Event) -> None:
+    async def all_flow(self, num_streams: int, events: int) -> None:
+        """So many streams are being read, each with so many events or more, and not at its end."""
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(count >= events for count in self.flowing.values()) < num_streams:
+                await asyncio.sleep(0.005)
+
+    async def _keep_asking(self, client: httpx.AsyncClient, over: asyncio.Event, streams_only: bool) -> None:
         while not over.is_set():
             self._number += 1
-            await self.ask(client, self._number % self.num_prompts, stream=self._number % 4 > 0)
+            await self.ask(client, self._number % self.num_prompts, streams_only or self._number % 4 > 0)
             await asyncio.sleep(self.pause_s)
 
     async def ask(self, client: httpx.AsyncClient, number: int, stream: bool) -> None:
@@ -109,7 +119,7 @@ class Load:
             if response.status_code != 200:
                 raise ValueError(f"{response.status_code} {(await response.aread())[:300]!r}")
             if body["stream"]:
-                lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+                lines = await self._lines(response)
                 if not lines or lines.pop() != "[DONE]":
                     raise ValueError(f"the stream ends after {lines[-1:]}")
                 events = [json.loads(line) for line in lines]
@@ -124,6 +134,17 @@ class Load:
         if (usage["completion_tokens"], ends) != (self.length, ["length"]):
             raise ValueError(f"{usage['completion_tokens']} tokens, ended by {ends}")
         return weights_id, "".join(choice["text"] for choice in choices)
+
+    async def _lines(self, response: httpx.Response) -> list[str]:
+        lines, number = list[str](), id(response)
+        try:
+            async for line in response.aiter_lines():
+                if line:
+                    lines.append(line.removeprefix("data: "))
+                    self.flowing[number] += 1
+        finally:
+            del self.flowing[number]
+        return lines
 
     def _client(self, num_clients: int) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)

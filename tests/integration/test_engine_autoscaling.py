@@ -20,7 +20,6 @@ from tournant.deploy.config import parse_config
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.soak,  # not steady enough yet beside other test processes
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),

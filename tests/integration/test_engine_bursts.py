@@ -28,7 +28,6 @@ from tournant.deploy.tokenizer import Tokenizer
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.soak,  # not steady enough yet beside other test processes
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]

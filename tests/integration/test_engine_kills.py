@@ -10,15 +10,17 @@ import time
 from contextlib import suppress
 
 import pytest
+import ray
 
 from tests.cluster.service_harness import parent_of
-from tests.integration.conftest import Deployed
+from tests.integration.conftest import APP, Deployed
 from tests.integration.load import Load
+from tournant.cluster.app_namespace import namespace_of
+from tournant.cluster.engines_actor import ACTOR_NAME
 from tournant.workers.engine_watchdog import look_at
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.soak,  # not steady enough yet beside other test processes
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
@@ -89,21 +91,30 @@ def test_two_minutes_of_kills_under_twenty_streams(deployed: Deployed) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_is_killed_under_streams(deployed: Deployed) -> None:
-    """That it comes back is for the long forms, and for the roll-out behind this."""
+async def busiest_of(deployed: Deployed, load: Load, num_streams: int) -> int:
+    """The engine that works most while so many streams flow: it has some of them."""
+    await load.all_flow(num_streams, 3)
+    idle = {pid: ticks_of(pid) for pid in deployed.engines()}
+    await load.all_flow(num_streams, 30)
+    return max(idle, key=lambda pid: ticks_of(pid) - idle[pid])
+
+
+def test_an_engine_and_the_registry_are_killed_under_streams(deployed: Deployed) -> None:
+    """That the engine comes back is for the long forms, and for the roll-out behind this."""
 
     async def scenario() -> None:
-        load = Load(deployed.url, length=120)
+        load, long = Load(deployed.url, length=60), Load(deployed.url, length=1500, num_prompts=4)
         await load.learn()
+        await long.learn()
         await both_back(deployed)
         before = await asyncio.to_thread(deployed.num_resumed)
-        async with load.running(6):
-            idle = {pid: ticks_of(pid) for pid in deployed.engines()}
-            await load.until(2)
-            busiest = max(idle, key=lambda pid: ticks_of(pid) - idle[pid])  # the other may have no stream
-            assert hit(busiest, signal.SIGKILL)
-            await load.until(18)
-        assert load.failures == []
+        async with load.running(2):
+            async with long.running(4, streams_only=True):
+                assert hit(await busiest_of(deployed, long, 4), signal.SIGKILL)
+            registry = ray.get_actor(ACTOR_NAME, namespace=namespace_of(APP))
+            ray.kill(registry, no_restart=False)  # ingresses keep the engines that they have
+            await load.until(6)
+        assert (load.failures, long.failures) == ([], [])
         assert await asyncio.to_thread(deployed.num_resumed) > before
 
     asyncio.run(scenario())

@@ -17,7 +17,6 @@ from tests.integration.load import Load
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.soak,  # not steady enough yet beside other test processes
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
@@ -64,6 +63,19 @@ def test_everything_is_replaced_under_load_and_no_request_is_lost(deployed: Depl
         deployed.args["engine"]["max_num_seqs"] = 32
         async with load.running(4):
             await replace_all(deployed, load)
+        assert load.failures == []
+
+    asyncio.run(scenario())
+
+
+def test_the_weights_change_under_load_and_every_answer_is_of_one_model(deployed: Deployed, tmp_path: Path) -> None:
+    new = build_tiny_model(tmp_path / "new", seed=9)
+
+    async def scenario() -> None:
+        load = Load(deployed.url, LENGTH)
+        await load.learn()
+        async with load.running(4):
+            await update_weights(load, new)
         assert load.failures == []
 
     asyncio.run(scenario())

@@ -19,7 +19,6 @@ from tests.integration.load import Load
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.soak,  # not steady enough yet beside other test processes
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
 ]
