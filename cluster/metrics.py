@@ -103,7 +103,7 @@ OVERFLOW_COUNTERS = {  # field of OverflowStats -> the counter it feeds
     "lost_blocks": _counter("tournant_overflow_lost_blocks_total", "Blocks below that could not be read"),
     "chosen_layers": _counter("tournant_sparse_layers_total", "Layers of decode steps that read some blocks below"),
     "dense_layers": _counter("tournant_sparse_dense_layers_total", "Of these, layers that then had to read all"),
-    "missed_mass": _counter("tournant_sparse_missed_mass_total", "Attention that the others can have missed at most"),
+    "missed_mass": _counter("tournant_sparse_missed_mass_total", "Attention that the others missed, estimated"),
 }
 OVERFLOW_BLOCKS = _gauge("tournant_overflow_blocks", "Places below the device by state: used, total", "state")
 TIER_COUNTERS = {  # field of TierStats -> the counter it feeds

@@ -36,6 +36,7 @@ from tournant.cluster.weights_rollout import (
     Rollout,
     RolloutConfig,
     Status,
+    UpdateNameTaken,
     UpdateRunning,
     UpdateUnavailable,
 )
@@ -79,7 +80,7 @@ class WeightsActor:
         return order
 
     async def update(self, model: str | None, tag: str) -> int:
-        """Begin an update; its epoch, once a replica knows of it. Raises UpdateRunning, UpdateUnavailable."""
+        """Begin an update; its epoch, once a replica knows of it. Errors: as of `Rollout.update`."""
         self._watch()
         epoch = self._rollout.update(_now_us(), model, tag)
         self._wake()
@@ -139,7 +140,9 @@ class WeightsClient:
     ) -> None:
         made_with = model, config or RolloutConfig(), idle_s
         name = f"tournant-weights-{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
-        self._rollout = NamedActor(app, name, WeightsActor, made_with, (UpdateRunning, UpdateUnavailable))
+        self._rollout = NamedActor(
+            app, name, WeightsActor, made_with, (UpdateNameTaken, UpdateRunning, UpdateUnavailable)
+        )
 
     @property
     def name(self) -> str:
@@ -151,7 +154,7 @@ class WeightsClient:
         return cast(Order, await self._call(lambda actor: actor.report.remote(report, hold_s), hold_s + ANSWER_S))
 
     async def update(self, model: str | None, tag: str) -> int:
-        """Begin an update (`Rollout.update`) and return its epoch. Raises UpdateRunning, UpdateUnavailable."""
+        """Begin an update and return its epoch. Errors: as of `Rollout.update`."""
         return int(await self._call(lambda actor: actor.update.remote(model, tag), ASK_S))
 
     async def status(self) -> Status:

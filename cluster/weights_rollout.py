@@ -45,6 +45,10 @@ class UpdateUnavailable(RuntimeError):  # noqa: N818 - names the fact
     """An update cannot be begun now; the message says when it can."""
 
 
+class UpdateNameTaken(RuntimeError):  # noqa: N818 - names the fact
+    """The name of an update is that of one to other weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One set of weights. epoch: its place among all targets; model: as in the configuration; tag: names what was asked
@@ -204,13 +208,19 @@ class Rollout:
     def update(self, now_us: int, model: str | None, tag: str) -> int:
         """Begin an update and return its epoch. tag: not empty, names this wish: asked again, it is the same update.
 
-        Raises UpdateRunning while another one runs or is undone, UpdateUnavailable without replicas or while settling.
+        Raises UpdateNameTaken when the target with this tag is another model, UpdateRunning while another one runs or
+        is undone, UpdateUnavailable without replicas or while settling.
         """
         if not tag:
             raise ValueError("the tag of an update is empty; it must name the update")
         self._expire(now_us)
         plan = self.plan
         if tag == plan.target.tag and not plan.undoing:
+            if model != plan.target.model:
+                raise UpdateNameTaken(
+                    f"the update named {tag!r} is to {plan.target.model!r}, not to {model!r}; "
+                    "give this one a name of its own"
+                )
             return plan.target.epoch
         if tag == plan.failed_tag:
             return plan.failed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tournant.cluster.weights_rollout import Status, UpdateRunning, UpdateUnavailable
+from tournant.cluster.weights_rollout import Status, UpdateNameTaken, UpdateRunning, UpdateUnavailable
 from tournant.deploy.access_config import is_loopback
 from tournant.deploy.http_client import WEIGHTS_PATH
 from tournant.deploy.http_exchange import SANE_REQUEST_ID, Exchange
@@ -25,7 +25,7 @@ class WeightsService(Protocol):
     """Who knows of weights: `cluster.weights_actor.WeightsClient`."""
 
     async def update(self, model: str | None, tag: str) -> int:
-        """Begin an update and return its epoch. Raises UpdateRunning, UpdateUnavailable."""
+        """Begin an update and return its epoch. Errors: as of `Rollout.update`."""
 
     async def status(self) -> Status:
         """What everybody does. Raises UpdateUnavailable."""
@@ -84,6 +84,8 @@ class WeightsRoutes:
             epoch = await self._weights.update(body.model, _tag(exchange))
         except UpdateRunning as error:
             raise ApiError(409, str(error), None, "update_running") from error
+        except UpdateNameTaken as error:
+            raise ApiError(409, str(error), "idempotency-key", "update_name_taken") from error
         except UpdateUnavailable as error:
             raise _unavailable(error) from error
         await exchange.respond_json({"epoch": epoch, "status_url": WEIGHTS_PATH}, 202)

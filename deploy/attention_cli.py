@@ -21,6 +21,7 @@ from tournant.workers.errors import ConfigError, ModelFormatError
 
 MAX_PROMPT_BYTES = 64 << 20
 MAX_NUMBERS = 4096
+NEEDED = "needs matplotlib: pip install matplotlib"
 Option = typer.Option
 
 
@@ -33,7 +34,9 @@ def attention_command(
     file: Annotated[Path | None, Option(help="Take the prompt from a file (UTF-8).")] = None,
     scores: Annotated[bool, Option("--scores/--no-scores", help="Write scores, before the softmax.")] = False,
     probabilities: Annotated[bool, Option("--probabilities/--no-probabilities", help="Write probabilities.")] = True,
-    png: Annotated[bool, Option("--png/--no-png", help="Draw a heat map of every array.")] = True,
+    png: Annotated[
+        bool | None, Option("--png/--no-png", help="Draw a heat map of every array; without either, if it can.")
+    ] = None,
     overwrite: Annotated[bool, Option(help="Replace maps that the folder holds.")] = False,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, Option(help="What the model computes in; maps are float32 always.")] = "auto",
@@ -45,11 +48,15 @@ def attention_command(
         kinds = tuple(name for name, on in (("scores", scores), ("probabilities", probabilities)) if on)
         if not kinds:
             raise ConfigError("there is nothing to write: use --scores, --probabilities or both")
-        if png and importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("pictures need matplotlib: pip install 'tournant[demo]', or use --no-png")
+        can_draw = importlib.util.find_spec("matplotlib") is not None
+        if png and not can_draw:
+            raise ConfigError(f"--png {NEEDED}, or leave --png out")
         chosen = parse_numbers("--layers", layers), parse_numbers("--heads", heads)
         job = importlib.import_module("tournant.deploy.attention_job")
-        job.run(text, *chosen, out, kinds, model, device, dtype, cache_dir, png=png, overwrite=overwrite)
+        draws = can_draw if png is None else png
+        job.run(text, *chosen, out, kinds, model, device, dtype, cache_dir, png=draws, overwrite=overwrite)
+        if png is None and not can_draw:
+            typer.echo(f"no pictures were drawn: that {NEEDED}, or say --no-png", err=True)
     except (ConfigError, ModelFormatError) as error:
         _fail(str(error), 2)
     except OSError as error:

@@ -56,7 +56,7 @@ def run(
         )
         if png:
             _draw_all(maps, request, files.name, progress)
-    size = sum(path.stat().st_blocks * 512 for path in out.iterdir())
+    size = sum(path.stat().st_blocks * 512 for name in maps.names for path in out.glob(f"{name.stem}.*"))
     console.print(f"{len(maps.names)} maps of {maps.num_tokens:,} tokens in {out} ({size / 1e6:,.0f} MB)")
 
 

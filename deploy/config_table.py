@@ -70,7 +70,7 @@ MEANINGS = {
     "advanced.overflow_host_bytes_per_s": "emulated link between device and that RAM, bytes a second; 0: off",
     "advanced.overflow_disk_bytes_per_s": "emulated drive of that file, bytes a second; 0: off",
     "advanced.overflow_attention": "how that RAM is attended to: by the CPU where it lies, or copied to the device; "
-    "auto: where it lies",
+    "auto: where it lies, on a GPU what takes less time",
     "advanced.weights_offload": "layers that do not fit device_bytes stream to the device from RAM (host_bytes) or "
     "disk while it computes; sizes are of each rank; null: all are on it (docs/beyond-the-device.md)",
     "advanced.sparse_attention": "{budget, min_mass}: decode steps of sequences larger than the device read this share "

@@ -33,7 +33,8 @@ class HandleMethods:
         """Begin to give all replicas, one after another, other weights; returns the epoch that the update has.
 
         model: as in the configuration; tag: names the update, so that this can be called again. Requests go on. Raises
-        UpdateRunning while another update is not over, UpdateUnavailable when none can be begun now.
+        UpdateNameTaken when the tag is that of an update to another model, UpdateRunning while another update is not
+        over, UpdateUnavailable when none can be begun now.
         """
         if model is not None and (not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS):
             raise RequestError(

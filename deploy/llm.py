@@ -83,7 +83,8 @@ class LLM:
         kv_store = {"host_bytes": host_bytes, "nvme_bytes": nvme_bytes, "nvme_folder": folder}
         args: dict[str, Any] = {"engine": {}, "advanced": {}, "model": model, "cache_dir": cache_dir}
         for name, value in engine_fields.items():
-            args["advanced" if name in ADVANCED_KEYS | KV_ADVANCED_KEYS else "engine"][name] = value
+            section = "advanced" if name in ADVANCED_KEYS | KV_ADVANCED_KEYS else "engine"
+            args[section][name] = str(value) if isinstance(value, Path) else value
         self._config = config = parse_config({**args, "kv_store": kv_store})
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, daemon=True, name="llm")

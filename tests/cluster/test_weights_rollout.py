@@ -22,6 +22,7 @@ from tournant.cluster.weights_rollout import (
     Phase,
     Rollout,
     RolloutConfig,
+    UpdateNameTaken,
     UpdateRunning,
     UpdateUnavailable,
     Weights,
@@ -92,6 +93,17 @@ class Service:
     @property
     def epochs(self) -> list[int]:
         return [one.weights.epoch for one in self.followers.values() if one.weights]
+
+
+def test_a_name_is_one_update_s() -> None:
+    service = Service("a")
+    assert service.update("new", "t") == service.update("new", "t") == 1
+    with pytest.raises(UpdateNameTaken, match="the update named 't' is to 'new', not to 'other'; give this one a name"):
+        service.update("other", "t")
+    service.change("a")
+    with pytest.raises(UpdateNameTaken):
+        service.update("other", "t")
+    assert (service.state, service.models, service.update("other", "u")) == ("done", ["new"], 2)
 
 
 def test_replicas_change_one_after_the_other_and_the_last_one_makes_it_done() -> None:

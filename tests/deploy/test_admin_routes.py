@@ -43,6 +43,9 @@ async def test_a_repeated_wish_is_one_update_and_another_one_is_refused_meanwhil
     call, error = await error_of(server, PATH, {"model": "/models/other"})
     assert (call.status, error["code"], error["type"]) == (409, "update_running", "conflict_error")
     assert "epoch 1 is not over" in error["message"]
+    call = await fetch(server.app, "POST", PATH, {"model": "/models/other"}, key)
+    error = call.json["error"]
+    assert (call.status, error["code"], error["param"]) == (409, "update_name_taken", "idempotency-key")
 
 
 @async_test

@@ -6,7 +6,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 RAY_FOLDERS = ("tests/cluster/", "tests/integration/")
 WITHOUT_RAY = tuple(
-    f"tests/integration/test_{name}" for name in ("attention_maps", "device", "offload", "prompt_tuning", "tables")
+    f"tests/integration/test_{name}" for name in ("attention_maps", "benchmarks", "device", "offload", "prompt_tuning")
 )
 
 

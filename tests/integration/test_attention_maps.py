@@ -147,6 +147,8 @@ def test_llm(tiny_model: Path, tmp_path: Path) -> None:
         assert steps[-1] == ("rows", 19, 19)
         with pytest.raises(ConfigError, match="heads are \\[4\\]; this model has 0 to 3"):
             llm.attention_maps("a", [0], [4], tmp_path / "new")
+        with pytest.raises(ConfigError, match="layers is 1; it must be a list of numbers"):
+            llm.attention_maps("a", 1, [0], tmp_path / "new")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="layers are \\[0, 0\\]"):
             llm.attention_maps("a", [0, 0], [0], tmp_path / "new")
         with pytest.raises(ConfigError, match="holds attention maps"):
@@ -181,6 +183,29 @@ def test_a_disk_that_fills_up_is_an_error_and_nothing_is_left(
     with pytest.raises(OSError, match="No space left"):
         write_attention_maps(EXACT, files, request_of_m, disk=disk)
     assert os.listdir(tmp_path / "maps") == ["notes.txt"]
+
+
+def test_folders_that_were_made_on_the_way_go_too(tiny_model: Path, tmp_path: Path) -> None:
+    files, disk = files_of(tiny_model, tmp_path / "cache"), FaultyDisk()
+    disk.fail("write", errno.ENOSPC, nth=3, forever=True)
+    with pytest.raises(OSError, match="No space left"):
+        write_attention_maps(EXACT, files, MapRequest([1] * 9, [0], [0], tmp_path / "a" / "b" / "maps"), disk=disk)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_of_something_else_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "an extension of a browser"}')
+    (tmp_path / "scores-layer-000-head-000.npy").write_text("of a run that was killed")
+    with pytest.raises(ConfigError, match=r"manifest.json is none of attention maps and would be lost"):
+        map_files.MapFolder(tmp_path, [], 1, overwrite=overwrite)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="link is no folder; name one"):
+        map_files.MapFolder(tmp_path / "link", [], 1)
 
 
 def test_short_writes_are_carried_on(tiny_model: Path, tmp_path: Path, request_of_m: MapRequest) -> None:

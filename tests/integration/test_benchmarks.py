@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing, redirect_stdout
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
-from benchmarks import ingress_modes, run_all, throughput
+from benchmarks import beyond_device, run_all, throughput
 from benchmarks.common import BenchmarkError, Options, Samples, at_least, at_most, interleave
 from benchmarks.contestant import Contestant
 from benchmarks.model_costs import ModelCosts
+from tests.integration.benchmark_tables import Run, check_table, run_quickly
 from tournant.workers.model_files import resolve_model
 
 pytestmark = pytest.mark.timeout(300)  # starts six processes that import torch
@@ -53,40 +48,19 @@ ROWS = {
     "routing, real engines with shared prefixes": ["KV-aware", "power of two", "round robin"],
     "a store that gives nothing": ["CPU per token of the engine's own thread, on / off"],
 }
-ROWS_ON_RAY = {
-    "control path of a step": [
-        *("2 ranks, bound: TCP", "2 ranks, Tournant", "2 ranks, Ray compiled graph", "2 ranks, Ray actor calls"),
-    ],
-    "a shard alone, CPU time": ["look-up of 512", "announcement"],
-    "a shard in its actor, one caller": ["look-up of 512"],
-    "between two nodes of this machine": ["Ray's objects alone", "blocks of another node into the store here"],
+BEYOND = {
+    "Context of 512 tokens, pool of 64, raw machine": ["all resident", "in place", "streamed", "from disk"],
+    "Decode over an emulated link of 1024 MiB/s": ["streamed", "from disk"],
+    "Attention of a decode step over 2048 tokens below the device, in place, per layer": ["bfloat16", "float32"],
+    "tokens/s of weights in lower tiers": ["all on the device", "half from RAM", "half from disk"],
 }
-ROWS_ON_SERVE = {"arrangements, Serve's proxy": ["uvicorn alone", "direct, Serve's proxy"]}
-
-
-@dataclass
-class Run:
-    printed: str
-    markdown: str
-    rows: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def quick_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All benchmarks without Ray once: model M, one thread, one short round, no peers, no traces."""
-    return run_quickly(tmp_path_factory.mktemp("bench"), tiny_model, run_all.HERE)
-
-
-def run_quickly(folder: Path, model: Path, chosen: Sequence[ModuleType]) -> Run:
-    printed, threads = io.StringIO(), torch.get_num_threads()
-    files = ["--markdown", str(folder / "out.md"), "--json", str(folder / "out.jsonl"), "--traces", str(folder)]
-    try:
-        with redirect_stdout(printed):
-            run_all.main(["--quick", "--rounds", "1", "--model", str(model), *files], chosen)
-    finally:
-        torch.set_num_threads(threads)
-    lines = (folder / "out.jsonl").read_text().splitlines()
-    return Run(printed.getvalue(), (folder / "out.md").read_text(), [json.loads(line) for line in lines])
+    chosen = [one for one in run_all.HERE if one is not beyond_device]
+    return run_quickly(tmp_path_factory.mktemp("bench"), tiny_model, chosen)
 
 
 @pytest.mark.parametrize("title", ROWS)
@@ -94,34 +68,12 @@ def test_table_is_there(quick_run: Run, title: str) -> None:
     check_table(quick_run, title, ROWS[title])
 
 
-@pytest.mark.ray
-def test_tables_of_what_runs_on_ray_are_there(tiny_model: Path, tmp_path: Path) -> None:
-    check_tables_on_ray(tiny_model, tmp_path, [one for one in run_all.ON_RAY if one is not ingress_modes], ROWS_ON_RAY)
-
-
-@pytest.mark.ray
-@pytest.mark.soak
-def test_tables_of_what_runs_on_serve_are_there(tiny_model: Path, tmp_path: Path) -> None:
-    check_tables_on_ray(tiny_model, tmp_path, [ingress_modes], ROWS_ON_SERVE)
-
-
-def check_tables_on_ray(model: Path, folder: Path, chosen: Sequence[ModuleType], rows: dict[str, list[str]]) -> None:
-    found = run_quickly(folder, model, chosen)
-    assert list(dict.fromkeys(row["table"] for row in found.rows)) == list(rows)
-    for title, names in rows.items():
+def test_tables_of_what_is_larger_than_the_device_are_there(tiny_model: Path, tmp_path: Path) -> None:
+    assert beyond_device in run_all.HERE
+    found = run_quickly(tmp_path, tiny_model, [beyond_device])
+    assert list(dict.fromkeys(row["table"] for row in found.rows)) == list(BEYOND)
+    for title, names in BEYOND.items():
         check_table(found, title, names)
-
-
-def check_table(run: Run, title: str, names: list[str]) -> None:
-    heading = f"### {title}"
-    assert title in run.printed
-    assert heading in run.markdown
-    section = run.markdown.split(heading, 1)[1].split("\n### ", 1)[0]
-    for name in names:
-        cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(f"| {name} |")]
-        assert len(cells) >= 1, f"no row {name!r} in {section}"
-        assert any(character.isdigit() for character in "".join(cells[0][1:]))
-        assert any(line.lstrip("│ ").startswith(name) for line in run.printed.splitlines())
 
 
 def test_json_rows_hold_every_round_and_the_machine(quick_run: Run) -> None:

@@ -25,6 +25,7 @@ ROWS = {
     "block copies": ["KiB, out", "KiB, in", "KiB, both ways"],
     "decode step": ["eager: floor / step", "captured: floor / step", "in flight", "two in flight / one"],
     "restore": ["recomputed", "restored", "step while blocks move both ways / idle"],
+    "beyond the device": ["streamed", "in_place", "tokens on the device", "prefill: on", "link / this", "in place: on"],
 }
 
 ON_A_BARE_MACHINE = """

@@ -44,7 +44,7 @@ async def replace_all(deployed: Deployed, load: Load) -> None:
 async def update_weights(load: Load, model: Path) -> None:
     """All engines get other weights, under load."""
     handle = serve.get_app_handle(APP)
-    epoch = await handle.update_weights.remote(str(model), model.name)
+    epoch = await handle.update_weights.remote(str(model))
     while True:
         status = await handle.weights_status.remote()
         if status["state"] == "done" and status["epoch"] == epoch:

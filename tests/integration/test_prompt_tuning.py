@@ -26,6 +26,23 @@ def test_the_loss_falls_through_our_attention(
     assert calls == (["forward"] * 30 + ["backward"] * 30) * 4  # each layer of each step, both ways
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "'0' is no whole number from 1"),
+        (["--prompt-tokens", "-1"], "'-1' is no whole number from 1"),
+        (["--text", "/nowhere"], "--text /nowhere cannot be read"),
+        (["--text", "/dev/null"], "is empty; there is nothing to learn"),
+    ],
+)
+def test_mistakes_are_a_line_before_the_model_is_loaded(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prompt_tuning.main([*arguments, "--model", "/nowhere/at/all"])
+    assert said in capsys.readouterr().err
+
+
 def test_gradients_are_those_of_transformers_own_attention(tiny_model: Any) -> None:
     """Through a whole model, on every vector of the prompt."""
     found = []
