@@ -2,35 +2,30 @@
 
 Prefill in chunks and decode at batch 1: all resident; below in RAM and attended to in place, or copied to the device
 first ("streamed"); below on disk. Then the same under an emulated link, against what that link allows. Contexts are
-read by their tokens: the first answer's seconds are prefill, the gaps between tokens decode. Sparse attention is
-measured alone, layer by layer, against dense attention over the same blocks.
+read by their tokens: the first answer's seconds are prefill, the gaps between tokens decode. Sparse attention
+(sparse_attention.py) and weights that stream (weights_offload.py) are measured alone.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks import weights_offload
-from benchmarks.common import Options, Report, Samples, Table, at_least, at_most, interleave, run_main, say, timed
+from benchmarks import sparse_attention, weights_offload
+from benchmarks.common import Options, Report, Samples, Table, at_least, interleave, run_main, say
 from benchmarks.model_costs import ModelCosts
 from benchmarks.offload_engine import BLOCK_TOKENS, TieredEngine, model_of
-from tournant.kernels import block_sparse, segments
-from tournant.kernels.layout import KVLayout
 from tournant.workers.model_files import ModelFiles
 from tournant.workers.models.families import read_decoder_config
-from tournant.workers.sparse_choice import choose_blocks
 
 SHARE = 8  # context / device pool
-CONTEXT, NEW_TOKENS = 8192, 24
+CONTEXT, NEW_TOKENS = 8064, 24  # within the 8,192 of the default model
 QUICK_CONTEXT, QUICK_NEW = 512, 3
 LINK_BYTES_PER_S = 1 << 30
 MIN_PREFILL, MIN_IN_PLACE, MIN_STREAMED, MIN_OF_LINK = 0.85, 0.85, 0.5, 0.8
-MAX_SPARSE, MAX_CHOOSING = 0.6, 0.1
 RESIDENT, IN_PLACE, STREAMED, DISK = "all resident", "in place", "streamed", "from disk"
 
 
@@ -40,7 +35,7 @@ def run(options: Options) -> Report:
     files = model_of(options)
     for table in _contexts(files, options):
         report.add(table)
-    report.add(_sparse(files, options))
+    report.add(sparse_attention.measure(options))
     report.add(weights_offload.measure(options))
     return report
 
@@ -91,13 +86,13 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
     size = (context + 256) * token_bytes
     host, disk = {"overflow_host_bytes": size}, {"overflow_disk_bytes": size}
     say(f"contexts of {context} tokens over pools of {context // SHARE}")
-    raw = {
-        RESIDENT: {},
-        IN_PLACE: {**host, "overflow_attention": "in_place"},
-        STREAMED: {**host, "overflow_attention": "streamed"},
-        DISK: disk,
+    rate, streamed = LINK_BYTES_PER_S, {**host, "overflow_attention": "streamed"}
+    raw = {RESIDENT: {}, IN_PLACE: {**host, "overflow_attention": "in_place"}, STREAMED: streamed, DISK: disk}
+    linked = {
+        STREAMED: {**streamed, "overflow_host_bytes_per_s": rate},
+        DISK: {**disk, "overflow_disk_bytes_per_s": rate},
     }
-    prefill, decode = _measure(raw, files, options)
+    prefill, decode = _measure(raw | {f"{name}, link": one for name, one in linked.items()}, files, options)
     bars = {IN_PLACE: (MIN_PREFILL, MIN_IN_PLACE), STREAMED: (MIN_PREFILL, MIN_STREAMED), DISK: (MIN_PREFILL, None)}
     rows: list[list[Any]] = []
     for name in raw:
@@ -117,22 +112,15 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
         )
     columns = ("KV below", "prefill tokens/s", "/ resident", "bar", "decode ms/token", "resident / this", "bar")
     tables = [Table(f"Context of {context} tokens, pool of {context // SHARE}, raw machine", columns, rows)]
-    rate = LINK_BYTES_PER_S
-    linked = {
-        RESIDENT: {},
-        STREAMED: {**host, "overflow_attention": "streamed", "overflow_host_bytes_per_s": rate},
-        DISK: {**disk, "overflow_disk_bytes_per_s": rate},
-    }
-    _, decode = _measure(linked, files, options)
     below = context - context // SHARE
     rows = []
-    for name in (STREAMED, DISK):
-        bound = decode[RESIDENT].map(lambda s: max(s, below * token_bytes / rate))
-        reached = bound.over(decode[name])
+    for name in linked:
+        bound, found = decode[RESIDENT].map(lambda s: max(s, below * token_bytes / rate)), decode[f"{name}, link"]
+        reached = bound.over(found)
         rows.append(
             [
                 name,
-                decode[name].map(lambda s: s * 1e3),
+                found.map(lambda s: s * 1e3),
                 bound.map(lambda s: s * 1e3),
                 reached,
                 at_least(MIN_OF_LINK, reached),
@@ -147,63 +135,6 @@ def _contexts(files: ModelFiles, options: Options) -> list[Table]:
         )
     )
     return tables
-
-
-def _sparse(files: ModelFiles, options: Options) -> Table:
-    """One row's attention in one layer over blocks in RAM: dense, and over half of them, with choosing them."""
-    decoder = read_decoder_config(files.folder)
-    tokens = 2048 if options.quick else 32768
-    heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_size
-    layout = KVLayout(1, kv_heads, BLOCK_TOKENS, size, torch.bfloat16)
-    blocks = tokens // BLOCK_TOKENS
-    generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(layout.shape(blocks), generator=generator).bfloat16()
-    q = torch.randn(1, heads, size, generator=generator).bfloat16()
-    bounds = block_sparse.key_bounds(kv)[:, 0].permute(1, 2, 0, 3).contiguous()
-    ids = np.arange(blocks)
-    where = segments.Places((kv,), np.zeros_like(ids), ids)
-    out, state, scale = torch.empty_like(q), segments.new_state(1, heads, size, q.device), size**-0.5
-    plan = segments.plan_pieces(1, tokens, layout, heads, 0, -(-tokens // 256))
-    choice = choose_blocks(q[0], bounds, ids, 0.5, scale)
-    choice.mask[:, -1] = True
-
-    def dense() -> None:
-        segments.walk(out, q, where, (0,), plan, scale, state)
-
-    def choose() -> None:
-        choose_blocks(q[0], bounds, ids, 0.5, scale)
-
-    def attend() -> None:
-        block_sparse.attend_blocks(out, q, where, (0,), choice.mask, tokens, layout, scale)
-
-    contestants: dict[str, Callable[[], float]] = {
-        "dense": timed(dense, 30),
-        "choosing": timed(choose, 30),
-        "half of the blocks": timed(attend, 30),
-    }
-    found = interleave(contestants, options.rounds)
-    whole = found["dense"]
-    both = Samples(
-        tuple(a + b for a, b in zip(found["choosing"].values, found["half of the blocks"].values, strict=True))
-    )
-    rows = [
-        ["dense", whole.map(lambda s: s * 1e6), "", ""],
-        [
-            "half of the blocks, chosen",
-            both.map(lambda s: s * 1e6),
-            both.over(whole),
-            at_most(MAX_SPARSE, both.over(whole)),
-        ],
-        [
-            "of that, choosing",
-            found["choosing"].map(lambda s: s * 1e6),
-            found["choosing"].over(whole),
-            at_most(MAX_CHOOSING, found["choosing"].over(whole)),
-        ],
-    ]
-    return Table(
-        f"Sparse attention of one row over {tokens} tokens", ("attention", "microseconds", "/ dense", "bar"), rows
-    )
 
 
 if __name__ == "__main__":

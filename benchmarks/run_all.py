@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (
     attention,
+    beyond_device,
     directory,
     ingress,
     ingress_modes,
@@ -34,7 +35,7 @@ from benchmarks.common import apart, machine, parse_options, print_machine, say,
 
 HERE = (
     *(throughput, latency, ingress, attention, kv_dtypes, memory, store, store_host, store_core, offload),
-    *(routing, routing_engines),
+    *(beyond_device, routing, routing_engines),
 )
 ON_RAY = (parallel, directory, remote, ingress_modes)  # each with a Ray of its own, in a process of its own
 

@@ -33,6 +33,7 @@ from benchmarks.common import (
 )
 from benchmarks.device.made_up import decode_batch, prefill_batch
 from tests.helpers.tiny_model import build_tiny_model
+from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.batch import Batch
 from tournant.workers.config import EngineConfig, WeightsOffload
@@ -116,7 +117,8 @@ def _raw_disk(path: Path) -> Callable[[], float]:
     """Bytes per second of plain direct reads of a file by several threads."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     bypass_page_cache(file)
-    size = min(path.stat().st_size, 1 << 28) // READ_BYTES * READ_BYTES or path.stat().st_size
+    whole = path.stat().st_size
+    size = min(whole, 1 << 28) // READ_BYTES * READ_BYTES or -(-whole // PAGE_BYTES) * PAGE_BYTES
     memory = memoryview(mmap.mmap(-1, size))
     starts = range(0, size, READ_BYTES)
     threads = ThreadPoolExecutor(READ_THREADS)

@@ -308,7 +308,9 @@ class Frontend:
         if room < 1:
             limited_by = "the model's context, max_model_len"
             if limit != info.max_model_len:
-                limited_by = "the KV cache: kv_cache_bytes, and overflow_host_bytes for what is larger"
+                limited_by = (
+                    "what kv_cache_bytes, overflow_host_bytes and overflow_disk_bytes hold together; raise one of them"
+                )
             raise PromptTooLong(len(token_ids), limit, limited_by)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 

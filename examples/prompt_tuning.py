@@ -111,19 +111,31 @@ def peak() -> int:
     return _status("VmHWM")
 
 
+def count(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train and print. 0 when the loss fell, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="folder, .gguf file or hub id; without: SmolLM2-135M")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--prompt-tokens", type=int, default=8, help="vectors that are trained")
+    parser.add_argument("--steps", type=count, default=10)
+    parser.add_argument("--prompt-tokens", type=count, default=8, help="vectors that are trained")
     parser.add_argument("--text", type=Path, help="a text file to learn instead of the built-in lines")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of the text")
+    parser.add_argument("--max-tokens", type=count, default=1024, help="of the text")
     parser.add_argument("--rate", type=float, default=0.01, help="of Adam")
     parser.add_argument("--attention", default=ATTENTION, help=f"{ATTENTION}, or transformers' eager or sdpa")
     options = parser.parse_args(arguments)
+    try:
+        text = options.text.read_text(encoding="utf-8") if options.text else TEXT
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {options.text} cannot be read: {error}")
+    if not text:
+        parser.error(f"--text {options.text} is empty; there is nothing to learn")
     model, tokenizer = load(options.model, options.attention)
-    text = options.text.read_text(encoding="utf-8") if options.text else TEXT
     tokens = torch.tensor(tokenizer(text)["input_ids"][: options.max_tokens])
     total = options.prompt_tokens + len(tokens)
     print(f"{options.prompt_tokens} vectors in front of {len(tokens)} tokens, attention: {options.attention}")

@@ -1,12 +1,14 @@
 """Attention of a sequence's newest rows over some of its blocks: each KV head over those that its mask names.
 
-Owns the packing of masks into tables, and the bounds by which blocks are chosen. Which blocks are worth reading is the
-caller's business: any mask works.
+Owns the bounds by which blocks can be chosen, the choice by them, and the attention over whatever mask. Does not own
+the bounds' memory, nor whether what was left out matters: `BlockChoice.missed` tells how much that may be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,31 +18,110 @@ from tournant.kernels import ops
 from tournant.kernels.checks import refuse
 from tournant.kernels.cpu.native import NativeKernels
 from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import AttentionPlan
 from tournant.kernels.segments import Places
 
 BoolArray = npt.NDArray[np.bool_]
+Array = npt.NDArray[np.int64]
 
 
-def key_bounds(blocks: torch.Tensor) -> torch.Tensor:
-    """Least and largest value of every channel of a block's keys: [blocks, layers, kv_heads, 2, head_size] in the dtype
-    of blocks, a KV tensor.
+def key_bounds(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Least and largest value of every channel of a block's keys: `dtype` [blocks, layers, kv_heads, 2, head_size].
+
+    blocks: a KV tensor; dtype: that of queries, which holds every value of KV exactly.
     """
-    keys = blocks[:, :, 0].float()  # [blocks, layers, kv_heads, tokens, size]
-    return torch.stack((keys.amin(3), keys.amax(3)), 3).to(blocks.dtype)
+    keys = blocks[:, :, 0].to(dtype)  # [blocks, layers, kv_heads, tokens, size]
+    return torch.stack((keys.amin(3), keys.amax(3)), 3)
 
 
-def score_bounds(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Upper bounds of the products of a row's queries with any key of a block: float32 [heads, blocks].
+def score_bounds(
+    q: torch.Tensor, bounds: torch.Tensor, places: Array, scale: float, softcap: float = 0.0
+) -> torch.Tensor:
+    """Upper bounds of the scores of a row's queries with any key of a block: float32 [heads, blocks].
 
-    q [heads, hs]; bounds [kv_heads, 2, blocks, hs], of `key_bounds`. A product is at most the sum over channels of the
-    larger of q times the least and q times the largest value (Tang et al., "Quest", 2024, section 3).
+    q [heads, hs]; bounds [kv_heads, places, 2, hs] of q's dtype, all but the first axis dense, of `key_bounds`; places:
+    int64 [blocks], below 0: not known, what is returned there means nothing; scale, softcap: of the scores, scale >= 0.
+    A product is at most the sum over channels of the larger of q times the least and q times the largest value (Tang et
+    al., "Quest", 2024, section 3). Raises ValueError.
     """
-    kv_heads, _, blocks, size = bounds.shape
+    kv_heads, num_places, _, size = bounds.shape
+    if q.dim() != 2 or len(q) % kv_heads or q.shape[1] != size or q.dtype != bounds.dtype or not q.is_contiguous():
+        raise refuse("q", q, f"dense {bounds.dtype} [a multiple of {kv_heads}, {size}]")
+    if not bounds[0].is_contiguous():
+        raise refuse("bounds", bounds, "dense but for the axis of KV heads")
+    if len(places) and int(places.max()) >= num_places:
+        raise ValueError(f"a block has place {places.max()}; there are bounds of {num_places}")
+    if isinstance(kernels := ops.kernels_for(q), NativeKernels):
+        return kernels.blocks.score_bounds(q, bounds, np.ascontiguousarray(places), scale, softcap)
+    there = torch.from_numpy(np.maximum(places, 0)).to(q.device)
+    known = bounds.index_select(1, there).float()  # [kv_heads, blocks, 2, hs]
     grouped = q.float().view(kv_heads, -1, size)
-    both = torch.cat((grouped.clamp(max=0), grouped.clamp(min=0)), 2)  # [kv_heads, group, 2 hs]
-    least, largest = bounds[:, 0].float(), bounds[:, 1].float()
-    found = torch.bmm(both[..., :size], least.transpose(1, 2)) + torch.bmm(both[..., size:], largest.transpose(1, 2))
-    return found.view(-1, blocks)
+    found = torch.einsum("hgd,hbd->hgb", grouped.clamp(max=0), known[:, :, 0])
+    found += torch.einsum("hgd,hbd->hgb", grouped.clamp(min=0), known[:, :, 1])
+    found = found.reshape(len(q), -1) * scale
+    return torch.tanh(found / softcap) * softcap if softcap else found
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChoice:
+    """mask: bool [kv_heads, blocks], those to read; read: bool [blocks], those with places that any head reads; most:
+    float32 [heads], log of the sum over blocks that are not read of the exponential of their bound; missed: float32
+    [heads], what these have of the sum over all blocks with places: an estimate of the attention that is missed, since
+    bounds of all blocks are above the truth by about as much.
+    """
+
+    mask: BoolArray
+    read: BoolArray
+    most: npt.NDArray[np.float32]
+    missed: npt.NDArray[np.float32]
+
+    def missed_at_most(self, lse: torch.Tensor, block_tokens: int) -> float:
+        """Largest share of a head's attention, over all heads, that the blocks left out can carry: certain, but loose.
+
+        lse: float32, `heads` elements, log of the sum of exponentials over what was read. With sums Z of what was read
+        and U, at most, of what was not, the share is at most U / (U + Z).
+        """
+        ratio = math.log(block_tokens) + float((self.most - lse.numpy().reshape(-1)).max())  # log of U / Z
+        return 1.0 / (1.0 + math.exp(-ratio)) if ratio > -700.0 else 0.0
+
+
+def choose_blocks(found: torch.Tensor, places: Array, kv_heads: int, count: int) -> BlockChoice:
+    """The `count` blocks, of those with places, in which a query of each KV head's group can score highest.
+
+    found, places: of `score_bounds`, overwritten; count: from 0 to the blocks with places; those without are read and
+    not counted. Heads of a group count by how near they may come to the best that they may reach anywhere; of blocks
+    that are alike the first is taken. Raises ValueError.
+    """
+    below = places >= 0
+    if not 0 <= count <= int(below.sum()):
+        raise ValueError(f"{count} blocks to choose; {int(below.sum())} can be")
+    if isinstance(kernels := ops.kernels_for(found), NativeKernels):
+        return BlockChoice(*kernels.blocks.choose_blocks(found, np.ascontiguousarray(places), kv_heads, count))
+    mask = np.broadcast_to(~below, (kv_heads, len(places))).copy()
+    if below.any():
+        scores = found[:, torch.from_numpy(below)]
+        far = (scores.amax(-1, keepdim=True) - scores).view(kv_heads, -1, int(below.sum())).amin(1)
+        order = far.sort(dim=-1, stable=True).indices[:, :count].cpu().numpy()
+        np.put_along_axis(mask, np.flatnonzero(below)[order], True, axis=1)
+    read = torch.from_numpy(mask).repeat_interleave(len(found) // kv_heads, 0).to(found.device)
+    has_bounds = torch.from_numpy(below).to(found.device)
+    total = found.masked_fill_(~has_bounds, -math.inf).logsumexp(-1)
+    most = found.masked_fill_(read, -math.inf).logsumexp(-1)
+    missed = torch.where(most > -math.inf, torch.exp(most - total), 0.0)
+    return BlockChoice(mask, below & mask.any(0), most.cpu().numpy(), missed.cpu().numpy())
+
+
+def plan_blocks(lengths: npt.ArrayLike, context_len: int, count: int, layout: KVLayout, heads: int) -> AttentionPlan:
+    """What `attend_blocks` needs to know of its masks, for any layer and row with as many blocks. Not for two threads.
+
+    lengths: int [kv_heads], blocks that each KV head reads, of the sequence's; the rest: as of `attend_blocks`.
+    """
+    tokens, size = layout.block_tokens, layout.head_size
+    lengths = np.asarray(lengths)
+    contexts = context_len - (-(-context_len // tokens) - lengths) * tokens
+    tables, starts = np.zeros((len(lengths), int(lengths.max())), np.int32), np.arange(len(lengths) + 1) * count
+    one_head = KVLayout(1, 1, tokens, size, layout.dtype)
+    return ops.plan_attention(tables, starts, contexts, one_head, heads // len(lengths), deterministic=True)
 
 
 def attend_blocks(
@@ -55,12 +136,14 @@ def attend_blocks(
     *,
     softcap: float = 0.0,
     lse: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> None:
     """Attention of the last rows of a sequence over the blocks that `mask` names, on the CPU.
 
     out, q [num_queries, heads, hs]; places, layers: as of `segments.walk`; mask bool [kv_heads, blocks]: True where a
     head reads a block; every block that holds a query's own key must be named for all heads; context_len: tokens of the
-    sequence; lse: float32 [num_queries, heads], as of `ops.paged_attention`. Raises ValueError; nothing changed then.
+    sequence; lse: float32 [num_queries, heads], as of `ops.paged_attention`; plan: of `plan_blocks`, for masks with as
+    many blocks, None = made here. Raises ValueError; nothing changed then.
     """
     count, heads, size = q.shape
     kv_heads, tokens = layout.num_kv_heads, layout.block_tokens
@@ -71,22 +154,33 @@ def attend_blocks(
         raise ValueError(
             f"blocks {first_own} to {num_blocks - 1} hold keys of the query rows; no head may leave one out"
         )
-    if heads % kv_heads or out.shape != q.shape or not q.is_cpu or not isinstance(ops.kernels_for(q), NativeKernels):
+    kernels = ops.kernels_for(q)
+    if heads % kv_heads or out.shape != q.shape or not q.is_cpu or not isinstance(kernels, NativeKernels):
         raise refuse("q", q, f"[rows, a multiple of {kv_heads}, {size}] on the CPU with the C back end, as out")
-    group, lengths = heads // kv_heads, mask.sum(1)
-    chosen = np.zeros((kv_heads, int(lengths.max())), np.int64)
-    panel = tokens * size * places.tensors[0].itemsize  # of one head
-    addresses = places.addresses(layers)
-    for head in range(kv_heads):
-        chosen[head, : lengths[head]] = addresses[mask[head]] + head * panel
+    plan = plan or plan_blocks(mask.sum(1), context_len, count, layout, heads)
+    group, form = heads // kv_heads, places.tensors[0]
+    starts = [t.data_ptr() + n * t.stride(1) * t.itemsize for t, n in zip(places.tensors, layers, strict=True)]
+    strides = [t.stride(0) * t.itemsize for t in places.tensors]
+    chosen, lengths = kernels.blocks.pack_blocks(
+        np.ascontiguousarray(mask),
+        places.sources,
+        places.ids,
+        np.array(starts),
+        np.array(strides),
+        plan.block_tables.shape[1],
+        tokens * size * form.itemsize,
+    )
     contexts = context_len - (num_blocks - lengths) * tokens
-    one_head = KVLayout(1, 1, tokens, size, layout.dtype)
-    tables, starts = np.zeros(chosen.shape, np.int32), np.arange(kv_heads + 1) * count
-    plan = ops.plan_attention(tables, starts, contexts, one_head, group, deterministic=True)
+    if (contexts != plan.context_lens).any() or plan.num_tokens != kv_heads * count:
+        raise ValueError(f"the plan is for contexts of {plan.context_lens}, {count} rows of this mask have {contexts}")
+    if count == 1 and out.is_contiguous() and q.is_contiguous() and (lse is None or lse.is_contiguous()):
+        of_heads = (kv_heads, group, size)
+        kernels.walk_pieces(out.view(of_heads), q.view(of_heads), form, chosen, plan, scale, 0, softcap, None, lse=lse)
+        return
     packed = q.view(count, kv_heads, group, size).transpose(0, 1).reshape(kv_heads * count, group, size)
     result = torch.empty_like(packed)
     sums = None if lse is None else torch.empty(kv_heads * count, group)
-    ops.kernels_for(q).walk_pieces(result, packed, places.tensors[0], chosen, plan, scale, 0, softcap, None, lse=sums)
+    kernels.walk_pieces(result, packed, form, chosen, plan, scale, 0, softcap, None, lse=sums)
     out.copy_(result.view(kv_heads, count, group, size).transpose(0, 1).reshape(q.shape))
     if lse is not None and sums is not None:
         lse.copy_(sums.view(kv_heads, count, group).transpose(0, 1).reshape(count, heads))

@@ -80,7 +80,7 @@ def flash_attention(
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    size = q.shape[-1]
+    size = q.shape[-1] if q.ndim else 0
     if q.ndim != 4 or not 1 <= size <= MAX_HEAD_SIZE or not (q.dtype in DTYPES or _for_checks(q)):
         raise refuse("q", q, f"bfloat16, float16 or float32 [batch, heads, queries, hs], hs at most {MAX_HEAD_SIZE}")
     for name, x in (("k", k), ("v", v)):
@@ -99,6 +99,8 @@ def _for_checks(q: torch.Tensor) -> bool:
 def _check_rule(rule: Rule, num_queries: int, num_keys: int) -> None:
     if not 0 < rule.scale < float("inf"):
         raise ValueError(f"scale is {rule.scale}; it must be positive")
+    if isinstance(rule.window, bool) or not isinstance(rule.window, int):
+        raise ValueError(f"window is {rule.window!r}; it must be a whole number of keys, 0 for all")
     if rule.window < 0 or not 0 <= rule.softcap < float("inf"):
         raise ValueError(f"window is {rule.window}, softcap {rule.softcap}; neither may be negative or infinite")
     if rule.window and not rule.causal:

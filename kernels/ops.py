@@ -163,6 +163,17 @@ def kernels_for(x: torch.Tensor) -> _Kernels:
     return (_chosen or _choose()) if x.is_cpu else _on_cuda(x.device)
 
 
+def cpu_kernels() -> _Kernels:
+    """What serves memory of the CPU beside a GPU: never Triton's interpreter."""
+    found = _chosen or _choose()
+    return found if found is reference or isinstance(found, NativeKernels) else _beside_triton()
+
+
+@functools.cache
+def _beside_triton() -> _Kernels:
+    return _compiled(None)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x[N, H] normalised in float32, rounded to the dtype, then times weight[H]; returns a new [N, H].
 

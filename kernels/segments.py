@@ -5,8 +5,9 @@ walk itself. Does not own the memory, nor who may change it: the caller keeps ev
 walk has returned.
 
 A row's keys are walked in pieces of PIECE_TOKENS, in order, each folded into the row's state (sums, maximum, total).
-Walks over [0, a), [a, b), ... therefore give, with the C back end, the same bits as `ops.paged_attention` over all of
-them at once, wherever the blocks lie and wherever the walks are cut.
+Walks over [0, a), [a, b), ... therefore give the same bits as `ops.paged_attention` over all of them at once, with
+Triton as that of a deterministic plan, wherever the blocks lie and wherever the walks are cut. A state means the same
+to every back end, so one may go on where another stopped; then values are the same, not bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tournant.kernels import ops
+from tournant.kernels import ops, reference
 from tournant.kernels.checks import check_heads, refuse
 from tournant.kernels.cpu.native import NativeKernels
 from tournant.kernels.layout import KV_FORMS, KVLayout
@@ -31,13 +32,15 @@ _LOG2E = 1.4426950408889634
 class Places:
     """Block i of a sequence is `ids[i]` of `tensors[sources[i]]`.
 
-    tensors: dense, shaped as KVLayout says, of equal KV heads, block tokens, head size and dtype, each with as many
-    layers as it likes; sources, ids: int64 [blocks]. A block that no walk needs may have any source and id.
+    tensors: at most three, shaped as KVLayout says, of equal KV heads, block tokens, head size and dtype, each with as
+    many layers as it likes, dense within a layer of a block; sources, ids: int64 [blocks]. A block that no walk needs
+    may have any source and id. packed: of `pack_table`, for those who walk on a GPU in many layers, else None.
     """
 
     tensors: tuple[torch.Tensor, ...]
     sources: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
+    packed: torch.Tensor | None = None
 
     def addresses(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
         """Of the K of layer `layers[s]` of every block, s its source. For tensors on the CPU."""
@@ -49,6 +52,14 @@ class Places:
         )
         strides = np.asarray([tensor.stride(0) * tensor.itemsize for tensor in self.tensors])
         return np.asarray(bases[self.sources] + self.ids * strides[self.sources], dtype=np.int64)
+
+
+def pack_table(sources: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Where the blocks of a sequence lie, as kernels of a GPU read it: int32 [blocks] on `device`."""
+    table = torch.from_numpy((ids * 4 + sources).astype(np.int32))
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def plan_pieces(
@@ -83,22 +94,31 @@ def walk(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    goes_on: bool = False,
+    on_cpu: bool = False,
 ) -> None:
     """Go on with the attention of a sequence's rows over the pieces of `plan`; the walk over the last piece of a row
     writes it to `out`.
 
     out, q [num_queries, heads, hs], rows may be strided; layers: of each of places' tensors, the one to read; state: of
-    `new_state`, the same for all walks of these rows. scale, window, softcap: as of `ops.paged_attention`. All tensors
-    are on one device. Raises ValueError; then nothing has changed.
+    `new_state`, the same for all walks of these rows. scale, window, softcap: as of `ops.paged_attention`. goes_on: the
+    state counts even for a walk that begins at piece 0, so that walks may come in any order but that the last piece is
+    walked last; the bits are then those of that order. on_cpu: by what serves the CPU beside a GPU. All tensors are on
+    one device. Raises ValueError; then nothing has changed.
     """
     _check(out, q, places, layers, plan, state)
-    kernels = ops.kernels_for(q)
-    if isinstance(kernels, NativeKernels):
+    kernels = ops.cpu_kernels() if on_cpu else ops.kernels_for(q)
+    in_c = isinstance(kernels, NativeKernels)
+    if in_c and not (goes_on and plan.pieces[0] == 0):
         tensor = places.tensors[0]
         addresses = places.addresses(layers)
         kernels.walk_pieces(out, q, tensor, addresses, plan, scale, window, softcap, state)
+    elif in_c or kernels is reference:
+        _walk_in_torch(out, q, places, layers, plan, scale, window, softcap, state, goes_on)
     else:
-        _walk_in_torch(out, q, places, layers, plan, scale, window, softcap, state)
+        packed = pack_table(places.sources, places.ids, q.device) if places.packed is None else places.packed
+        how = (packed, plan, scale, window, softcap, state)
+        kernels.walk_pieces(out, q, places.tensors, layers, *how, goes_on=goes_on)
 
 
 def _check(
@@ -112,7 +132,8 @@ def _check(
     layout, first, (begin, end) = plan.layout, places.tensors[0], plan.pieces
     form = (layout.num_kv_heads, layout.block_tokens, layout.head_size)
     for tensor, layer in zip(places.tensors, layers, strict=True):
-        if tensor.shape[2:] != (2, *form) or not tensor.is_contiguous() or tensor.dtype not in KV_FORMS:
+        dense = not len(tensor) or tensor[0, 0].is_contiguous()
+        if tensor.shape[2:] != (2, *form) or not dense or tensor.dtype not in KV_FORMS:
             raise refuse("a place", tensor, f"of the plan's layout {layout}")
         if tensor.dtype != first.dtype or tensor.device != q.device or not 0 <= layer < tensor.shape[1]:
             raise refuse("a place", tensor, f"{first.dtype} on {q.device} with a layer {layer}")
@@ -146,6 +167,7 @@ def _walk_in_torch(
     window: int,
     softcap: float,
     state: torch.Tensor,
+    goes_on: bool,
 ) -> None:
     """The twin, on any device, in float32: logits to base 2, as the C kernels have them."""
     layout, count, context = plan.layout, plan.num_tokens, int(plan.context_lens[0])
@@ -153,7 +175,7 @@ def _walk_in_torch(
     sums, maximum, total = state[..., :size], state[..., size], state[..., size + 1]
     position = torch.arange(context - count, context, device=q.device)
     begin, end = plan.pieces
-    if begin == 0:
+    if begin == 0 and not goes_on:
         total.zero_()
     for piece in range(begin, end):
         keys = torch.arange(piece * PIECE_TOKENS, min((piece + 1) * PIECE_TOKENS, context), device=q.device)

@@ -61,6 +61,8 @@ class MapRequest:
         """Raises ConfigError for what this model does not have."""
         num_layers, limit, count = len(config.layers), config.max_model_len, len(self.token_ids)
         for name, chosen, most in (("layers", self.layers, num_layers), ("heads", self.heads, config.num_heads)):
+            if isinstance(chosen, str) or not isinstance(chosen, Sequence):
+                raise ConfigError(f"{name} is {chosen!r:.100}; it must be a list of numbers, such as [0, 1]")
             wrong = [
                 item
                 for item in chosen

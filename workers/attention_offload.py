@@ -19,7 +19,7 @@ from torch import nn
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.disk_io import DiskIO
 from tournant.workers import attention_tiles as tiles
-from tournant.workers.attention_tiles import CHUNK, Rows, Scoring
+from tournant.workers.attention_tiles import ALIGN, CHUNK, Rows, Scoring
 from tournant.workers.device import make_device
 from tournant.workers.errors import ConfigError
 from tournant.workers.score_arena import ArenaStats, Key, ScoreArena, SpillBottom
@@ -44,8 +44,9 @@ class AttentionWithOffload(nn.Module):
     offload_to: where tiles of the matrix of probabilities go when the device has no room: "none", "cpu" (host memory),
     "ssd" (host memory, then a file); granularity: what is whole at a time before its product with the values, the
     matrices of all heads of the "layer" or of one "head"; num_kv_heads: None = num_heads; device_bytes, host_bytes:
-    room for tiles of a sequence, None = 64 MiB (all that is needed with "none") and 256 MiB; folder: of spill files,
-    one per call and sequence, None = /var/tmp; disk: system calls of these; bias: of the projections.
+    room for tiles of a sequence, None = 64 MiB (all that is needed with "none") and 256 MiB (no business of "none");
+    folder: of spill files, one per call and sequence, None = /var/tmp; disk: system calls of these; bias: of the
+    projections.
 
     Raises ConfigError for arguments that do not fit each other.
     """
@@ -60,7 +61,7 @@ class AttentionWithOffload(nn.Module):
         num_kv_heads: int | None = None,
         device_bytes: int | None = None,
         host_bytes: int | None = None,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         disk: DiskIO | None = None,
         bias: bool = False,
     ) -> None:
@@ -73,11 +74,14 @@ class AttentionWithOffload(nn.Module):
             raise ConfigError(f"hidden_dim is {hidden_dim}; it must be a multiple of num_heads, {num_heads}")
         if kv_heads < 1 or num_heads % kv_heads:
             raise ConfigError(f"num_heads is {num_heads}; it must be a multiple of num_kv_heads, {kv_heads}")
+        for name, size in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigError(f"{name} is {size!r}; it must be a whole number from 1, or None")
         self.head_size = hidden_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.offload_to, self.granularity = offload_to, granularity
         self._bytes = device_bytes, host_bytes
-        self._folder, self._disk = folder, disk
+        self._folder, self._disk = None if folder is None else Path(folder), disk
         self.q = nn.Linear(hidden_dim, hidden_dim, bias=bias)
         self.k = nn.Linear(hidden_dim, kv_heads * self.head_size, bias=bias)
         self.v = nn.Linear(hidden_dim, kv_heads * self.head_size, bias=bias)
@@ -93,8 +97,10 @@ class AttentionWithOffload(nn.Module):
         the CPU where tiles are offloaded, else on the device of x, and is taken from either. Raises ConfigError when
         the shapes or capacities do not fit, OSError when a spill file fails; then nothing of the call is left.
         """
-        if x.ndim != 3 or x.shape[2] != self.q.in_features or not x.shape[1]:
-            raise ConfigError(f"x is {tuple(x.shape)}; it must be [batch, 1 or more tokens, {self.q.in_features}]")
+        if x.ndim != 3 or x.shape[2] != self.q.in_features or not x.numel():
+            raise ConfigError(
+                f"x is {tuple(x.shape)}; it must be [1 or more sequences, 1 or more tokens, {self.q.in_features}]"
+            )
         batch, tokens, _ = x.shape
         queries = self._heads(self.q, x).float()
         pair = self._extended(cache, KVPair(self._heads(self.k, x), self._heads(self.v, x)))
@@ -117,10 +123,14 @@ class AttentionWithOffload(nn.Module):
         home = new.keys.device if self.offload_to == "none" else torch.device("cpu")
         if cache is None:
             return KVPair(*(part.to(home) for part in new))
+        batch, heads, _, size = new.keys.shape
+        tokens = cache[0].shape[2] if cache[0].ndim == 4 else 0
         for name, part, fresh in zip(KVPair._fields, cache, new, strict=True):
-            wanted = (*fresh.shape[:2], part.shape[2], fresh.shape[3])
-            if part.shape != wanted or part.dtype != fresh.dtype:
-                raise ConfigError(f"cache {name} are {part.dtype} {tuple(part.shape)}; here {fresh.dtype} {wanted}")
+            if part.shape != (batch, heads, tokens, size) or part.dtype != fresh.dtype:
+                raise ConfigError(
+                    f"cache {name} are {part.dtype} {tuple(part.shape)}; they must be {fresh.dtype} "
+                    f"[{batch}, {heads}, tokens, {size}], keys and values of as many tokens"
+                )
         return KVPair(*(torch.cat([old.to(home), part.to(home)], 2) for old, part in zip(cache, new, strict=True)))
 
     def _arena(self, work: _Work) -> ScoreArena:
@@ -128,13 +138,13 @@ class AttentionWithOffload(nn.Module):
         device_bytes, host_bytes = self._bytes
         at_once, least = work.sizes()
         if self.offload_to == "none":
-            room, host = device_bytes or at_once, 0
+            room, host = at_once if device_bytes is None else device_bytes, 0
         else:
             room, host = device_bytes or DEVICE_BYTES, host_bytes or HOST_BYTES
         if room < (least if host else at_once) or (host and host < least):
             raise ConfigError(
                 f"device_bytes is {room}, host_bytes {host}: this call needs at least {least if host else at_once} "
-                f"of each tier with offload_to {self.offload_to!r} and granularity {self.granularity!r}"
+                f"of each tier with offload_to {self.offload_to!r} and granularity {self.granularity!r}; raise them"
             )
         if self.offload_to == "cpu" and room + host < at_once + least:
             raise ConfigError(
@@ -186,7 +196,7 @@ class _Work:
         heads, kv_heads = self.groups()[0]
         scores = [4 * len(heads) * block.count * block.width + PAGE_BYTES for block in self.blocks()]
         num_keys, size = self.keys.shape[1:]
-        chunk = 4 * len(kv_heads) * min(CHUNK, num_keys) * size + PAGE_BYTES
+        chunk = 4 * len(kv_heads) * _aligned(min(CHUNK, num_keys)) * size + PAGE_BYTES
         at_once = sum(scores) + 2 * chunk * -(-num_keys // CHUNK)
         return at_once, 3 * (max(scores) + chunk)
 
@@ -213,10 +223,12 @@ class _Work:
                 yield from (("v", group, piece.chunk) for piece in rows.chunks())
 
     def _bring(self, arena: ScoreArena, name: str, group: int, kv_heads: range, source: torch.Tensor) -> None:
-        """Keys or values of a group into tiles."""
+        """Keys or values of a group into tiles, those of each head from an address that its tokens cannot shift."""
         for chunk in range(-(-source.shape[1] // CHUNK)):
             part = source[kv_heads.start : kv_heads.stop, chunk * CHUNK : (chunk + 1) * CHUNK]
-            arena.new((name, group, chunk), tuple(part.shape), Kind.KV).copy_(part)
+            heads, tokens, size = part.shape
+            tile = arena.new((name, group, chunk), (heads, _aligned(tokens), size), Kind.KV)
+            tile[:, :tokens].copy_(part)
             arena.done((name, group, chunk))
 
     def _score(self, arena: ScoreArena, group: int, heads: range, place: int, rows: Rows) -> None:
@@ -236,7 +248,7 @@ class _Work:
     def _sum(self, arena: ScoreArena, group: int, heads: range, place: int, rows: Rows) -> None:
         """Multiply the probabilities of a block of rows with the values."""
         tile = arena.read(("p", group, place))
-        out = torch.zeros((len(heads), rows.count, self.out.shape[2]), device=self.device)
+        out = torch.zeros((len(heads), _aligned(rows.count), self.out.shape[2]), device=self.device)[:, : rows.count]
         for piece in rows.chunks():
             values = arena.read(("v", group, piece.chunk))
             for head in range(len(heads)):
@@ -244,3 +256,8 @@ class _Work:
             arena.done(("v", group, piece.chunk))
         arena.done(("p", group, place))
         self.out[heads.start : heads.stop, rows.first : rows.first + rows.count] = out
+
+
+def _aligned(rows: int) -> int:
+    """Rows of whatever size after which an address is as aligned as before: how a product rounds depends on that."""
+    return -(-rows // ALIGN) * ALIGN

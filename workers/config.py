@@ -25,7 +25,7 @@ class SparseAttention:
     """Decode steps of sequences larger than the device read only some of their blocks below it.
 
     budget: share of these blocks that each KV head reads, chosen anew in each step and layer; min_mass: share of the
-    attention that they must carry for certain, or the layer reads all of them; 0: no demand.
+    attention that they must carry, estimated, or the layer reads all of them; 0: no demand.
     """
 
     budget: float
@@ -66,7 +66,7 @@ class WeightsOffload:
                 raise ConfigError(
                     f"weights_offload.{name} is {given!r}; it must be a size from {low} to {1 << 44} bytes"
                 )
-        if not isinstance(self.folder, str | None):
+        if not isinstance(self.folder, str | None) or self.folder == "":
             raise ConfigError(f"weights_offload.folder is {self.folder!r}; it must be the path of a folder")
 
 
@@ -90,9 +90,10 @@ class EngineConfig:
     overflow_host_bytes, overflow_disk_bytes: places below the device, of each rank, for the KV of running sequences
     that are larger than it, in RAM and on disk, 0 and 0 = such sequences are refused; overflow_folder: where the disk
     part lies, None = /var/tmp; overflow_attention: "in_place" attends to RAM's blocks with the CPU, "streamed" copies
-    them to the device first, "auto" = in place; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated
-    link between device and RAM and emulated drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks
-    count; weights_offload: see WeightsOffload, None = all layers are on the device;
+    them to the device first, "auto" = on CUDA what takes less time by estimate, in deterministic mode streamed, else in
+    place; overflow_host_bytes_per_s, overflow_disk_bytes_per_s: emulated link between device and RAM and emulated
+    drive, 0 = off; sparse_attention: see SparseAttention, None = all blocks count; weights_offload: see
+    WeightsOffload, None = all layers are on the device;
     tensor_parallel_size: ranks that share every layer; pipeline_parallel_size: stages of layers, one after another.
     Each rank is a process; on CUDA each has a GPU. num_threads and kv_cache_bytes are of each rank then.
     """
@@ -140,7 +141,7 @@ class EngineConfig:
             )
         for name, kind in _SECTIONS.items():
             object.__setattr__(self, name, _section(name, kind, getattr(self, name)))
-        if self.overflow_folder is not None and not isinstance(self.overflow_folder, str):
+        if not isinstance(self.overflow_folder, str | None) or self.overflow_folder == "":
             raise ConfigError(f"overflow_folder is {self.overflow_folder!r}; it must be the path of a folder")
         limits = {
             "max_model_len": (1, 1 << 24),
@@ -167,6 +168,11 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1")
+        if self.sparse_attention is not None and not self.overflow_host_bytes + self.overflow_disk_bytes:
+            raise ConfigError(
+                "sparse_attention chooses among blocks below the device, and there are none: give overflow_host_bytes "
+                "or overflow_disk_bytes too, or leave it out"
+            )
         for name in ("enable_prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -188,7 +194,7 @@ def _section(name: str, kind: type[Any], data: object) -> object:
     if not isinstance(data, Mapping) or needed not in data:
         raise ConfigError(f"{name} is {data!r}; it must have {needed}, and may have {', '.join(known[1:])}")
     if unknown := [key for key in data if key not in known]:
-        raise ConfigError(f"unknown key {name}.{unknown[0]}; known keys: {', '.join(known)}")
+        raise ConfigError(f"{name}.{unknown[0]} is no key; known keys: {', '.join(known)}")
     return kind(**data)
 
 

@@ -22,19 +22,23 @@ MAX_DOUBLINGS = 20.0
 LATENCY_S = {HOST: 0.001, NVME: 0.003, REMOTE: 0.01}  # REMOTE: until it is known better
 
 
-class _Rate:
-    """Bytes per second, of the last few dozen transfers; None before the first."""
+class Rate:
+    """Bytes per second, of the last few dozen transfers; None before the first. One that nobody observes is thought to
+    rise, so that it is tried again.
+    """
 
     def __init__(self) -> None:
         self._bytes = self._seconds = 0.0
         self._seen = 0.0
 
     def observe(self, num_bytes: float, seconds: float, now: float) -> None:
+        """So many bytes took so long."""
         self._bytes = self._bytes * MEMORY + num_bytes
         self._seconds = self._seconds * MEMORY + max(seconds, 1e-9)
         self._seen = now
 
     def at(self, now: float) -> float | None:
+        """What is assumed now."""
         if not self._seconds:
             return None
         doublings = min(max(0.0, now - self._seen) / FORGIVE_S, MAX_DOUBLINGS)
@@ -74,9 +78,9 @@ class CostModel:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._rates = {HOST: _Rate(), NVME: _Rate(), REMOTE: _Rate()}
+        self._rates = {HOST: Rate(), NVME: Rate(), REMOTE: Rate()}
         self._remote_latency = _Latency(LATENCY_S[REMOTE])
-        self._down = _Rate()
+        self._down = Rate()
         self._waiting = {HOST: 0, NVME: 0, REMOTE: 0}  # bytes that are on their way
         self._decode_s = 0.0
         self._xx = self._xy = self._yy = self._xs = self._ys = 0.0  # weighted sums of the least squares

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import gc
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,22 @@ class Lane(Protocol):
         """The place after all work given to this lane so far."""
 
 
+class Stopwatch:
+    """How long a queue's work between `start` and `stop` takes, where it is active; here what a call takes."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End."""
+        self._seconds = time.perf_counter() - self._started
+
+    def seconds(self) -> float | None:
+        """None until the work is over."""
+        return self._seconds
+
+
 class Device(ABC):
     """torch_device: where tensors live; block_tokens, num_in_flight: defaults of the configuration."""
 
@@ -69,6 +86,15 @@ class Device(ABC):
     def kind(self) -> str:
         """ "cpu" or "cuda"."""
         return self.torch_device.type
+
+    @property
+    def has_link(self) -> bool:
+        """Whether its memory is not the CPU's, so that bytes go from one to the other over a link, in lanes."""
+        return self.kind != "cpu"
+
+    def stopwatch(self) -> Stopwatch:
+        """One to use once."""
+        return Stopwatch()
 
     @abstractmethod
     def pool_blocks(self, config: EngineConfig, layout: KVLayout, profile: Callable[[], object]) -> int:
@@ -212,6 +238,20 @@ class _Event:
         torch.cuda.current_stream().wait_event(self._event)
 
 
+class _CudaStopwatch(Stopwatch):
+    """Two CUDA events on the streams that are current when they are made."""
+
+    def start(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def seconds(self) -> float | None:
+        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
+
+
 class _Stream:
     """A CUDA stream of its own."""
 
@@ -302,6 +342,10 @@ class CudaDevice(Device):
             return result
 
         return replay
+
+    def stopwatch(self) -> Stopwatch:
+        """One of the GPU's clock."""
+        return _CudaStopwatch()
 
     def new_lane(self) -> Lane:
         """A stream."""

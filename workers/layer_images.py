@@ -28,8 +28,6 @@ import xxhash
 
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.disk_io import DiskIO, RealDisk, page_buffer, read_all
-from tournant.workers.device import Device
-from tournant.workers.overflow_pool import page_aligned
 from tournant.workers.spill_file import bypass_page_cache
 from tournant.workers.weights import FilePlace
 
@@ -99,14 +97,6 @@ class DiskImage:
 
     layer: int
     pieces: tuple[Piece, ...]
-
-
-def host_memory(device: Device, num_bytes: int) -> torch.Tensor:
-    """uint8 of the CPU that begins at a page and that the device reads and writes fast; locked while it is in use."""
-    memory = page_aligned(num_bytes)
-    if num_bytes and device.page_lock is not None:
-        weakref.finalize(memory, device.page_lock(memory.data_ptr(), num_bytes)).atexit = False
-    return memory
 
 
 def pieces_of(image: Bytes, ranges: Sequence[Range]) -> tuple[Piece, ...]:

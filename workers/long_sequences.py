@@ -14,6 +14,7 @@ from tournant.workers.batch import Batch, StepResult
 from tournant.workers.messages import OverflowStats
 from tournant.workers.overflow_blocks import OverflowBlocks
 from tournant.workers.sequence import Sequence
+from tournant.workers.tier_counts import add_counts
 
 WINDOW_SHARE = 2  # a long sequence that is not alone keeps at most the pool divided by this
 
@@ -26,9 +27,10 @@ class LongSequences:
         self._counts: dict[str, float] = {}
 
     def observe(self, result: StepResult) -> None:
-        """A step is over."""
-        for name, count in result.overflow.items():
-            self._counts[name] = self._counts.get(name, 0) + count
+        """A step is over. What it could not read is found no more, whatever became of the sequence that read it."""
+        for ids in result.lost.values():
+            self._blocks.forget_below(ids)
+        add_counts(self._counts, result.overflow)
 
     def stats(self) -> OverflowStats:
         """Counters and gauges."""
@@ -47,10 +49,6 @@ class LongSequences:
     def forget_all(self) -> None:
         """Batches failed or were dropped, so copies may be missing below: nothing there is found any more."""
         self._blocks.below.reset()
-
-    def forget(self, lost: frozenset[int]) -> None:
-        """What these ids hold could not be read."""
-        self._blocks.forget_below(lost)
 
     def admission_blocks(self, needed: int, shared: list[int]) -> int:
         """Free blocks that a long sequence starts with, of those it would need were it short. shared: what it shares,

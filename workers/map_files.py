@@ -72,8 +72,8 @@ class MapFolder:
     """The arrays while they are written: the bottom tier of an arena, by (name, rows). Leave it by `finish`, with all
     arrays and the manifest, or by `discard`, with nothing.
 
-    Raises ConfigError when `folder` is no folder or holds maps, unless they may be overwritten, and OSError (ENOSPC)
-    when its disk has less room than the arrays take.
+    Raises ConfigError when `folder` is no folder, holds maps that may not be overwritten, or a manifest.json of
+    something else, and OSError (ENOSPC) when its disk has less room than the arrays take.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MapFolder:
         self._names = list(names)
         self._files: dict[MapName, int] = {}
         self._made: list[Path] = []
-        self._makes_folder = not folder.exists()
+        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         self._remove_earlier(overwrite=overwrite)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,19 +138,21 @@ class MapFolder:
         self.close()
         for path in self._made:
             path.unlink(missing_ok=True)
-        if self._makes_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        for folder in self._new_folders:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
     def _remove_earlier(self, *, overwrite: bool) -> None:
-        if not self.folder.exists():
+        if not self.folder.exists() and not self.folder.is_symlink():
             return
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder} is no folder; name one, or a path where there is nothing yet")
         found = [path for path in sorted(self.folder.iterdir()) if _OURS.fullmatch(path.name)]
+        manifest = self.folder / MANIFEST
+        if manifest in found and not _is_ours(manifest):
+            raise ConfigError(f"{manifest} is none of attention maps and would be lost; name another folder")
         if found and not overwrite:
-            whole = (
-                "" if (self.folder / MANIFEST) in found else f", without {MANIFEST}, as a run that was killed leaves"
-            )
+            whole = "" if manifest in found else f", without {MANIFEST}, as a run that was killed leaves"
             raise ConfigError(
                 f"{self.folder} holds attention maps ({found[0].name} and {len(found) - 1} more files{whole}); name "
                 "another folder, or overwrite them"
@@ -195,6 +197,15 @@ class MapFolder:
             if not count:
                 raise OSError(errno.EIO, f"writing row {row} of {name.stem} stopped without an error")
             done += count
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Whether it is of maps, or of a run that was killed before it had written a word."""
+    if not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        start = file.read(64)
+    return not start or FORMAT.encode() in start
 
 
 def bytes_on_disk(num_tokens: int) -> int:

@@ -202,8 +202,8 @@ class OverflowStats:
     used_blocks, total_blocks: places below; written_bytes: device to there; host_bytes, disk_bytes: layers of blocks
     that steps attended to in RAM and read from disk; streamed_bytes: of those in RAM that were copied to the device
     first; lost_blocks: that could not be read; chosen_layers: layers of decode steps that read only some blocks,
-    dense_layers: those of them that then read all; missed_mass: sum, over the others, of the attention that they can
-    have missed at most.
+    dense_layers: those of them that then read all; missed_mass: sum, over the others, of the attention that they
+    missed, estimated.
     """
 
     used_blocks: int = 0

@@ -191,13 +191,15 @@ class ModelRunner:
         self.overflow: OverflowPool | None = None
         if not self.overflow_blocks:
             return
-        if self.device.kind != "cpu":
+        folder = None if config.overflow_folder is None else Path(config.overflow_folder).expanduser()
+        sparse, way = config.sparse_attention, config.overflow_attention
+        if self.device.has_link and sparse is not None:
+            raise ConfigError(f"sparse_attention is for the device cpu; it is {self.device.kind}: leave it out")
+        if self.device.has_link and config.deterministic and way == "in_place":
             raise ConfigError(
-                f"overflow_host_bytes and overflow_disk_bytes are for the device cpu in this version; it is "
-                f"{self.device.kind}: leave them out"
+                f"deterministic is true and overflow_attention 'in_place', but the device is {self.device.kind}, whose "
+                "sums are not the CPU's to the bit; use streamed or auto"
             )
-        folder = None if config.overflow_folder is None else Path(config.overflow_folder)
-        sparse = config.sparse_attention
         self.overflow = OverflowPool(
             layout,
             host,
@@ -206,13 +208,18 @@ class ModelRunner:
             folder,
             host_pace=Pace(config.overflow_host_bytes_per_s),
             disk_pace=Pace(config.overflow_disk_bytes_per_s),
-            keeps_bounds=sparse is not None,
+            bounds_dtype=None if sparse is None else self.decoder.dtype,
         )
         windows = [self.decoder_config.kind_of(index).window for index in range(layout.num_layers)]
-        streams = config.overflow_attention == "streamed"
-        num_heads = self.decoder_config.num_heads
         self.inputs.overflow = OverflowAttention(
-            self.overflow, self.cache.num_blocks, num_heads, windows, sparse, streams=streams
+            self.overflow,
+            self.device,
+            self.cache.num_blocks,
+            self.decoder_config.num_heads,
+            windows,
+            sparse,
+            way=way,
+            deterministic=config.deterministic,
         )
 
     def agreed_blocks(self, num_blocks: int) -> int:

@@ -1,37 +1,40 @@
 """Attention of a step in which some sequences have blocks below the device.
 
-Owns the ring that layers of blocks pass through and the order in which they are brought. Per layer, a long sequence's
-keys are walked in pieces (kernels/segments.py): blocks of the device and, in place, blocks in RAM are read where they
-are; what lies on disk, and RAM's blocks when they are streamed, comes through the ring, while the walk before it
-computes. The order of all reads of a step is known when it begins, so the next layer's are under way before it starts.
+Owns the order in which layers of blocks are brought, and the way that each sequence's are attended to. Per layer, a
+long sequence's keys are walked in pieces (kernels/segments.py): blocks of the device are read where they are, others
+come through the ring (overflow_ring.py) while the walk before is computed. The order of all reads of a step is known
+when it begins, so the next layer's are under way before it starts.
 
-Invariant: a part of the ring is filled again only after the walk that read it has ended.
+Blocks in RAM are read in place or come through the ring as well. On a CPU all is one memory. On a device with a link,
+in place means that queries go down, the CPU walks all pieces of which nothing is on the device, and the rows' states
+come up, from which the device goes on; nothing of that is captured in graphs.
+
+Invariant: what attends reads a part of the ring only between the end of its fill and the begin of the next.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tournant.kernels import block_sparse, ops, segments
-from tournant.kernels.layout import KVLayout
-from tournant.kernels.plan import PIECE_TOKENS, AttentionPlan
-from tournant.kvstore.errors import InvariantViolation
+from tournant.kernels import ops, segments
+from tournant.kernels.plan import PARTIAL_EXTRA, PIECE_TOKENS, AttentionPlan
 from tournant.workers.config import SparseAttention
-from tournant.workers.overflow_pool import OverflowPool, page_aligned
-from tournant.workers.sparse_choice import SparseCounts, choose_blocks
+from tournant.workers.device import Device
+from tournant.workers.overflow_choice import OverflowChoice
+from tournant.workers.overflow_pool import OverflowPool
+from tournant.workers.overflow_ring import NUM_READERS, Fill, OverflowRing, Part
+from tournant.workers.overflow_routes import cut_pieces
+from tournant.workers.sparse_attention import SparseReader
 
 Array = npt.NDArray[np.int64]
 DEVICE, RAM, RING = 0, 1, 2  # sources of blocks
-RING_PARTS = 3  # one that is read, two that are filled
-PART_TOKENS = 1024  # of one layer
-NUM_READERS = 2
 
 
 class OverflowLost(RuntimeError):  # noqa: N818 - a state of the world
@@ -50,23 +53,30 @@ class LongRows:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A range of pieces of a sequence. brought: places of its blocks that come through the ring, in their order."""
+    """A range of pieces of a sequence. brought: places of its blocks that come through the ring, in their order;
+    on_cpu: the CPU walks it, though the device has a link; num_below: blocks below in it.
+    """
 
     plan: AttentionPlan
     brought: list[int]
+    on_cpu: bool
+    num_below: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
     """How a sequence's keys are walked in every layer with one window. sources, ids: of all its blocks, see `Places`,
-    0 the device, 1 RAM, 2 the walk's part of the ring; num_host, num_disk: blocks below that are read.
+    0 the device, 1 RAM, 2 the walk's part of the ring; packed: the same for a GPU; num_host, num_disk: blocks below
+    that are read; num_streamed: those of num_host that come through the ring.
     """
 
     walks: list[_Walk]
     sources: Array
     ids: Array
+    packed: torch.Tensor | None
     num_host: int
     num_disk: int
+    num_streamed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,56 +90,55 @@ class _Layer:
     softcap: float
 
 
-@dataclass(slots=True)
-class _Fill:
-    """What a walk needs in its part of the ring. done: the places that were lost."""
-
-    part: int
-    done: Future[frozenset[int]]
-
-
 class OverflowAttention:
     """Makes `OverflowStep`s. One per shard; closes with its engine's process.
 
-    windows: keys a row sees in each layer of this shard, 0 = all before it; streams: blocks in RAM are copied to the
-    device first, else read in place; sparse: which blocks decode steps read, None = all.
+    windows: keys a row sees in each layer of this shard, 0 = all before it; way: "in_place", "streamed" or "auto", see
+    EngineConfig.overflow_attention; deterministic: "auto" may not depend on time; sparse: which blocks decode steps
+    read, None = all, on a device without a link.
     """
 
     def __init__(
         self,
         pool: OverflowPool,
+        device: Device,
         num_device_blocks: int,
         num_heads: int,
         windows: Sequence[int],
         sparse: SparseAttention | None = None,
         *,
-        streams: bool = False,
+        way: str = "auto",
+        deterministic: bool = False,
     ) -> None:
         self.pool = pool
+        self.device = device
         self.num_device_blocks = num_device_blocks
         self.num_heads = num_heads
         self.windows = tuple(windows)
-        self.first_brought = 0 if streams else pool.host_blocks  # places from here on come through the ring
-        self.streams = streams
-        self.sparse = sparse
+        if way == "auto" and not device.has_link:
+            way = "in_place"
+        elif way == "auto" and deterministic:
+            way = "streamed"
+        self.way = way
+        self.choice = OverflowChoice()
         self.in_group = False  # other ranks cannot be told that a step means nothing: a loss ends the step
-        layout = pool.layout
-        self.slice_layout = KVLayout(1, layout.num_kv_heads, layout.block_tokens, layout.head_size, layout.dtype)
-        self.part_blocks = max(PART_TOKENS, layout.block_tokens) // layout.block_tokens
-        self.ring = [self._part() for _ in range(RING_PARTS + 1)]  # the last is for what was not foreseen
-        self._chosen = page_aligned(0)
-        self.readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="overflow-reader")
+        self.ring = OverflowRing(pool, device)
+        self.sparse: SparseReader | None = None
+        if sparse is not None:
+            first = pool.host_blocks if way == "in_place" else 0
+            self.sparse = SparseReader(pool, sparse, num_heads, first, self.ring.readers, NUM_READERS)
 
-    def _part(self) -> torch.Tensor:
-        memory = page_aligned(self.part_blocks * self.slice_layout.block_bytes)
-        return memory.view(self.slice_layout.dtype).view(self.slice_layout.shape(self.part_blocks))
+    def is_in_place(self, rows: int, num_host: int) -> bool:
+        """Whether a sequence's blocks in RAM, `num_host`, are read where they lie in a step with so many rows of it."""
+        if self.way != "auto" or not num_host:
+            return self.way == "in_place"
+        return self.choice.is_in_place(rows, num_host * self.pool.layer_bytes, time.monotonic())
 
-    def room_for(self, num_blocks: int) -> torch.Tensor:
-        """Memory for one layer of as many blocks, overwritten by the next call."""
-        num_bytes = num_blocks * self.slice_layout.block_bytes
-        if num_bytes > len(self._chosen):
-            self._chosen = page_aligned(num_bytes)
-        return self._chosen[:num_bytes].view(self.slice_layout.dtype).view(self.slice_layout.shape(num_blocks))
+    def observe(self) -> None:
+        """Learn from copies that are over."""
+        copies, now = self.ring.copies, time.monotonic()
+        while copies and (seconds := copies[0][1].seconds()) is not None:
+            self.choice.observe_copy(copies.popleft()[0], seconds, now)
 
     def find(self, tables: npt.NDArray[np.int32], num_used: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which sequences of a step have blocks below. tables [S, blocks]; num_used [S], of each row."""
@@ -143,38 +152,45 @@ class OverflowAttention:
 
 
 class OverflowStep:
-    """Attention of one step, layer after layer. lost: by batch entry, ids below that could not be read; sparse: what
-    sparse attention did.
-    """
+    """Attention of one step, layer after layer. lost: by batch entry, ids below that could not be read."""
 
     def __init__(self, owner: OverflowAttention, hot: list[tuple[slice, AttentionPlan]], long: list[LongRows]) -> None:
         self._owner = owner
         self._hot = hot
         self._long = long
         self.lost: dict[int, frozenset[int]] = {}
-        self.sparse = SparseCounts()
-        self._num_host = self._num_disk = 0
+        self._num_host = self._num_disk = self._num_streamed = 0
         self._places = [rows.table - owner.num_device_blocks for rows in long]  # below 0: on the device
         self._counts = [rows.rows.stop - rows.rows.start for rows in long]
-        self._is_sparse = [owner.sparse is not None and count == 1 for count in self._counts]
-        size = owner.pool.layout.head_size
-        self._states = [segments.new_state(n, owner.num_heads, size, torch.device("cpu")) for n in self._counts]
+        self._sparse_rows = {
+            index: owner.sparse.row(rows.table, owner.num_device_blocks, rows.context)
+            for index, rows in enumerate(long)
+            if owner.sparse is not None and self._counts[index] == 1
+        }
+        is_below = [places[places >= 0] for places in self._places]
+        self._in_place = [
+            owner.is_in_place(count, int((below < owner.pool.host_blocks).sum()))
+            for count, below in zip(self._counts, is_below, strict=True)
+        ]
+        device, size = owner.device, owner.pool.layout.head_size
+        self._states = [segments.new_state(n, owner.num_heads, size, device.torch_device) for n in self._counts]
+        self._host_states: dict[int, torch.Tensor] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
         self._order = deque(
-            (layer, walk.brought)
+            (layer, walk)
             for layer, window in enumerate(owner.windows)
             for index in range(len(long))
             if self._is_foreseen(index, window)
             for walk in self._route(index, window).walks
             if walk.brought
         )
-        self._fills: deque[_Fill] = deque()
-        for part in range(RING_PARTS):
+        self._fills: deque[Fill] = deque()
+        for part in owner.ring.parts:
             self._fill(part)
 
     def _is_foreseen(self, index: int, window: int) -> bool:
         """Whether it is known before a layer which blocks of a sequence it reads."""
-        return bool(window) or not self._is_sparse[index]
+        return bool(window) or index not in self._sparse_rows
 
     def _resident(self, index: int) -> tuple[Array, Array]:
         """Sources and ids of a sequence's blocks where they lie, those on disk as if they were in RAM."""
@@ -186,39 +202,38 @@ class OverflowStep:
         if (found := self._routes.get((index, window))) is not None:
             return found
         owner, rows, places, count = self._owner, self._long[index], self._places[index], self._counts[index]
+        linked, in_place, num_host = owner.device.has_link, self._in_place[index], owner.pool.host_blocks
         per_piece, pieces = PIECE_TOKENS // owner.pool.layout.block_tokens, -(-rows.context // PIECE_TOKENS)
         first = max(0, rows.context - count - window + 1) // PIECE_TOKENS if window else 0
         sources, ids = self._resident(index)
+        cuts = cut_pieces(
+            places,
+            per_piece,
+            range(first, pieces),
+            owner.ring.part_blocks,
+            0 if linked or not in_place else num_host,
+            num_host if linked and in_place else None,
+        )
         walks: list[_Walk] = []
-
-        def end_walk(begin: int, end: int, brought: list[int]) -> None:
-            sources[brought], ids[brought] = RING, np.arange(len(brought))
-            layout = owner.slice_layout
-            plan = segments.plan_pieces(count, rows.context, layout, owner.num_heads, begin, end)
-            walks.append(_Walk(plan, places[brought].tolist()))
-
-        begin, brought = first, list[int]()
-        for piece in range(first, pieces):
-            start = piece * per_piece
-            wanted = (start + np.flatnonzero(places[start : start + per_piece] >= owner.first_brought)).tolist()
-            if brought and len(brought) + len(wanted) > owner.part_blocks:
-                end_walk(begin, piece, brought)
-                begin, brought = piece, []
-            brought = brought + wanted
-        end_walk(begin, pieces, brought)
+        for cut in cuts:
+            sources[cut.brought], ids[cut.brought] = RING, np.arange(len(cut.brought))
+            layout, heads = owner.ring.layout, owner.num_heads
+            plan = segments.plan_pieces(count, rows.context, layout, heads, cut.begin, cut.end)
+            num_below = int((places[cut.begin * per_piece : cut.end * per_piece] >= 0).sum())
+            walks.append(_Walk(plan, places[cut.brought].tolist(), cut.on_cpu, num_below))
         seen = places[first * per_piece :]
-        num_disk = int((seen >= owner.pool.host_blocks).sum())
-        route = _Route(walks, sources, ids, int((seen >= 0).sum()) - num_disk, num_disk)
+        num_disk = int((seen >= num_host).sum())
+        num_streamed = sum(sum(place < num_host for place in walk.brought) for walk in walks)
+        packed = segments.pack_table(sources, ids, owner.device.torch_device) if linked else None
+        route = _Route(walks, sources, ids, packed, int((seen >= 0).sum()) - num_disk, num_disk, num_streamed)
         self._routes[(index, window)] = route
         return route
 
-    def _fill(self, part: int) -> None:
+    def _fill(self, part: Part) -> None:
         """Begin to bring what the next walk of all needs that is not on its way."""
-        if not self._order:
-            return
-        layer, brought = self._order.popleft()
-        owner = self._owner
-        self._fills.append(_Fill(part, owner.readers.submit(owner.pool.read_layer, layer, brought, owner.ring[part])))
+        if self._order:
+            layer, walk = self._order.popleft()
+            self._fills.append(self._owner.ring.fill(part, layer, walk.brought, on_cpu=walk.on_cpu))
 
     def attend(
         self,
@@ -240,44 +255,92 @@ class OverflowStep:
                 self._attend_long(index, *own, how)
 
     def _attend_long(self, index: int, out: torch.Tensor, q: torch.Tensor, layer: _Layer) -> None:
-        owner, state, route = self._owner, self._states[index], self._route(index, layer.window)
-        pool, foreseen = owner.pool, self._is_foreseen(index, layer.window)
-        state[..., pool.layout.head_size + 1] = 0.0  # a window may leave out the first piece
+        route, state = self._route(index, layer.window), self._states[index]
         self._num_host += route.num_host
         self._num_disk += route.num_disk
-        for walk in route.walks:
-            fill = self._fills.popleft() if walk.brought and foreseen else None
-            ring = owner.ring[RING_PARTS if fill is None else fill.part]
-            if walk.brought:
-                self._lose(index, fill.done.result() if fill else pool.read_layer(layer.number, walk.brought, ring))
-            segments.walk(
-                out,
-                q,
-                segments.Places((layer.kv_cache, pool.host, ring), route.sources, route.ids),
-                (layer.number, layer.number, 0),
-                walk.plan,
-                layer.scale,
-                state,
-                window=layer.window,
-                softcap=layer.softcap,
-            )
-            if fill is not None:
-                self._fill(fill.part)
+        self._num_streamed += route.num_streamed
+        state[..., -PARTIAL_EXTRA + 1] = 0.0  # a window may leave out the first piece
+        below = [walk for walk in route.walks if walk.on_cpu]
+        if below:
+            self._walk_below(index, below, q, layer)
+        for walk in route.walks[len(below) :]:
+            self._walk(index, walk, out, q, layer, state, goes_on=bool(below))
+
+    def _walk_below(self, index: int, walks: list[_Walk], q: torch.Tensor, layer: _Layer) -> None:
+        """The CPU's walks of a layer: from the device's queries to its states."""
+        owner, rows = self._owner, self._counts[index]
+        state = self._host_states.get(index)
+        if state is None:
+            state = owner.device.host_buffer(self._states[index].shape, torch.float32)
+            self._host_states[index] = state
+            for mark in owner.pool.landing(self._places[index].tolist()):
+                mark.wait()
+        (queries,) = owner.device.download([q])()  # after it, the copy of the layer before out of `state` is over, too
+        state[..., -PARTIAL_EXTRA + 1] = 0.0
+        for walk in walks:
+            seconds = self._walk(index, walk, torch.empty_like(queries), queries, layer, state, goes_on=False)
+            owner.choice.observe_in_place(rows, walk.num_below * owner.pool.layer_bytes, seconds, time.monotonic())
+        self._states[index].copy_(state, non_blocking=True)
+
+    def _walk(
+        self,
+        index: int,
+        walk: _Walk,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        layer: _Layer,
+        state: torch.Tensor,
+        *,
+        goes_on: bool,
+    ) -> float:
+        """One walk and what it needs. Returns the seconds that the CPU spent on it."""
+        owner, route = self._owner, self._route(index, layer.window)
+        pool, part, fill = owner.pool, owner.ring.spare, None
+        if walk.brought and self._is_foreseen(index, layer.window):
+            fill = self._fills.popleft()
+            part = fill.part
+            self._lose(index, fill.arrive())
+        elif walk.brought:
+            self._lose(index, pool.read_layer(layer.number, walk.brought, part.device))
+        if walk.on_cpu:
+            tensors = (pool.host, pool.host, part.host)
+        else:  # over a link all comes through the ring
+            tensors = (layer.kv_cache, layer.kv_cache if owner.device.has_link else pool.host, part.device)
+        began = time.perf_counter()
+        segments.walk(
+            out,
+            q,
+            segments.Places(tensors, route.sources, route.ids, route.packed),
+            (layer.number, layer.number, 0),
+            walk.plan,
+            layer.scale,
+            state,
+            window=layer.window,
+            softcap=layer.softcap,
+            goes_on=goes_on,
+            on_cpu=walk.on_cpu,
+        )
+        seconds = time.perf_counter() - began
+        if fill is not None:
+            self._fill(fill.part)
+        return seconds
 
     def counts(self) -> dict[str, float]:
         """What was read of the overflow, by names of OverflowStats. Call it when all layers are over."""
-        pool, sparse = self._owner.pool, self.sparse
+        pool, sparse = self._owner.pool, [row.counts for row in self._sparse_rows.values()]
+        self._owner.observe()
+        streamed = self._num_streamed + (sum(row.num_host for row in sparse) if self._owner.way == "streamed" else 0)
         written, pool.bytes_written = pool.bytes_written, 0
-        host_bytes = self._num_host * pool.layer_bytes
+        host_bytes = (self._num_host + sum(row.num_host for row in sparse)) * pool.layer_bytes
         return {
             "written_bytes": written,
             "host_bytes": host_bytes,
-            "disk_bytes": self._num_disk * pool.layer_bytes,
-            "streamed_bytes": host_bytes if self._owner.streams else 0,
+            "disk_bytes": (self._num_disk + sum(row.num_disk for row in sparse)) * pool.layer_bytes,
+            "streamed_bytes": streamed * pool.layer_bytes,
             "lost_blocks": sum(map(len, self.lost.values())),
-            "chosen_layers": sparse.num_chosen,
-            "dense_layers": sparse.num_dense,
-            "missed_mass": sparse.missed,
+            "chosen_layers": sum(row.num_chosen for row in sparse),
+            "dense_layers": sum(row.num_dense for row in sparse),
+            "missed_mass": sum(row.missed for row in sparse),
         }
 
     def _lose(self, index: int, places: frozenset[int]) -> None:
@@ -290,47 +353,7 @@ class OverflowStep:
 
     def _attend_sparse(self, index: int, out: torch.Tensor, q: torch.Tensor, layer: _Layer) -> bool:
         """Over the device's blocks and some of those below. False when these may carry too little of the attention."""
-        owner, places = self._owner, self._places[index]
-        pool, sparse = owner.pool, owner.sparse
-        if sparse is None:
-            raise InvariantViolation("sparse attention that was not configured")
-        below = places >= 0
-        choice = choose_blocks(
-            q[0], pool.bounds[layer.number], places[below], sparse.budget, layer.scale, layer.softcap
-        )
-        mask = np.ones((pool.layout.num_kv_heads, len(places)), np.bool_)
-        mask[:, below] = choice.mask
-        read = below & mask.any(0)
-        num_disk = int((places[read] >= pool.host_blocks).sum())
-        self._num_disk += num_disk
-        self._num_host += int(read.sum()) - num_disk
-        brought = np.flatnonzero(read & (places >= owner.first_brought))
-        room = owner.room_for(len(brought))
-        shares = [share for share in np.array_split(np.arange(len(brought)), NUM_READERS) if len(share)]
-        reads = [
-            owner.readers.submit(
-                pool.read_layer, layer.number, places[brought[share]].tolist(), room[share[0] : share[-1] + 1]
-            )
-            for share in shares
-        ]
-        for one in reads:
-            self._lose(index, one.result())
-        sources, ids = self._resident(index)
-        sources[brought], ids[brought] = RING, np.arange(len(brought))
-        lse = torch.empty(1, owner.num_heads)
-        block_sparse.attend_blocks(
-            out,
-            q,
-            segments.Places((layer.kv_cache, pool.host, room), sources, ids),
-            (layer.number, layer.number, 0),
-            mask,
-            self._long[index].context,
-            pool.layout,
-            layer.scale,
-            softcap=layer.softcap,
-            lse=lse,
-        )
-        missed = choice.missed(lse[0], pool.layout.block_tokens)
-        good = 1.0 - missed >= sparse.min_mass
-        self.sparse.add(missed, good=good)
+        row = self._sparse_rows[index]
+        good, lost = row.attend(out, q, layer.kv_cache, layer.number, layer.scale, layer.softcap)
+        self._lose(index, lost)
         return good

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.block_manager import BlockManager
 
 
@@ -121,7 +122,7 @@ class OverflowBlocks(BlockManager):
             return None
         places = self.below.allocate(1)
         if places is None:
-            raise ValueError("no place is free below; ask can_go_below first")
+            raise InvariantViolation("no place is free below; ask can_go_below first")
         if key is not None:
             self.below.seal(places[0], key, depth)
         table[index] = self.num_blocks + places[0]
@@ -130,7 +131,9 @@ class OverflowBlocks(BlockManager):
     def recycle(self, block: int) -> None:
         """The content of a block of the device is below: it becomes a fresh one, of whoever holds its reference."""
         if self._references[block] != 1:
-            raise ValueError(f"block {block} has {self._references[block]} references; only one's own is recycled")
+            raise InvariantViolation(
+                f"block {block} has {self._references[block]} references; only one's own is recycled"
+            )
         self._dirty_used.pop(block, None)
         self._forget(block)
 

@@ -2,7 +2,10 @@
 
 Owns the memory, the file, its checksums and the threads that write and read it. Which content lies in which place is
 `OverflowBlocks`' business, when it is read overflow_attention.py's. Places 0 to host_blocks - 1 are RAM, the rest disk.
-On disk, layer l of all blocks lies together: attention reads one layer of many blocks at a time, in their order.
+In both, layer l of all blocks lies together: attention reads one layer of many blocks at a time, in their order.
+
+Over a link (`Device.has_link`) blocks leave in a lane of their own: computing gathers them in a room on the device,
+from where they are copied while it goes on. There are two rooms, so it waits only for the copies before the last.
 
 Guarantees:
  1. A read gives what the last `put` of a place put there, or says that it is lost; checksums are of a block's layer.
@@ -13,9 +16,12 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,27 +29,39 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from tournant.kernels import ops
 from tournant.kernels.block_sparse import key_bounds
 from tournant.kernels.layout import KVLayout
 from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.disk_io import DiskIO, page_buffer
 from tournant.kvstore.token_bucket import Pace
-from tournant.workers.device import Device
+from tournant.workers.device import Device, Mark
 from tournant.workers.errors import ConfigError
 from tournant.workers.kv_cache import available_memory_bytes
-from tournant.workers.spill_file import SpillError, SpillFile
+from tournant.workers.spill_file import SpillError, SpillFile, spill_folder
 
 STAGED_BLOCKS = 16  # on their way to the disk at a time
 NUM_WRITERS = 2
 logger = logging.getLogger("tournant.engine")
 
 
+@dataclass
+class _Room:
+    """Memory of the device for blocks that leave it, [slices, 2, kv_heads, block_tokens, head_size]. left: when its
+    last copies are over.
+    """
+
+    slices: torch.Tensor
+    left: Mark
+
+
 class OverflowPool:
     """`num_blocks` places for blocks of `layout`, ids from 0. Called by one thread; `read_layer` by any.
 
+    host: the RAM part, as `layout` shapes it but with layers outermost in memory, locked where the device has a link;
     folder: of the file; disk: its system calls, for tests; host_pace, disk_pace: emulate a slower link and drive;
-    keeps_bounds: note least and largest values of keys for sparse attention, in `bounds` [layers, kv_heads, 2, places,
-    head_size].
+    bounds_dtype: that of queries; least and largest values of keys are noted for sparse attention then, in `bounds`
+    [layers, kv_heads, places, 2, head_size].
     Raises ConfigError when the form of KV has scales or the file cannot be made.
     """
 
@@ -58,7 +76,7 @@ class OverflowPool:
         host_pace: Pace | None = None,
         disk_pace: Pace | None = None,
         *,
-        keeps_bounds: bool = False,
+        bounds_dtype: torch.dtype | None = None,
     ) -> None:
         if layout.has_scales:
             raise ConfigError(
@@ -72,13 +90,16 @@ class OverflowPool:
                 f"overflow_host_bytes is {wanted}, but only {free} bytes of memory are free; choose at most "
                 f"{free // 2}, or use overflow_disk_bytes"
             )
-        self.host = device.host_buffer(layout.shape(host_blocks), layout.dtype)
+        self._device = device
+        self._memory = host_memory(device, wanted)  # locked as long as this tensor lives
+        _, num_layers, *slice_shape = layout.shape(0)
+        self._layers = self._memory.view(layout.dtype).view(num_layers, host_blocks, *slice_shape)
+        self.host = self._layers.transpose(0, 1)
         self.host_pace = host_pace or Pace(0)
         self._disk_pace = disk_pace or Pace(0)
-        shape = (layout.num_layers, layout.num_kv_heads, 2, self.num_blocks if keeps_bounds else 0, layout.head_size)
-        exact = layout.dtype if layout.dtype.itemsize > 1 else torch.bfloat16  # every fp8 value is one of these
-        self.bounds = torch.zeros(shape, dtype=exact)
-        self._keeps_bounds = keeps_bounds
+        num_bounds = 0 if bounds_dtype is None else self.num_blocks
+        of_bounds = (layout.num_layers, layout.num_kv_heads, num_bounds, 2, layout.head_size)
+        self.bounds = torch.zeros(of_bounds, dtype=bounds_dtype)
         self.layer_bytes = layout.block_bytes // layout.num_layers
         self.bytes_written = 0
         self._disk_blocks = disk_blocks
@@ -88,14 +109,30 @@ class OverflowPool:
         self._lock = threading.Lock()
         self._broken: set[int] = set()
         self._warned = False
+        self._landing: dict[int, Mark] = {}
+        if device.has_link:
+            self._lane = device.new_lane()
+            shape = (num_layers * STAGED_BLOCKS, *slice_shape)
+            place = device.torch_device
+            self._rooms = [_Room(torch.empty(shape, dtype=layout.dtype, device=place), self._lane.mark()) for _ in "ab"]
         if disk_blocks:
-            try:
-                self._file = SpillFile(folder, disk)
-                total = disk_blocks * layout.block_bytes
-                self._start = self._file.take(-(-total // PAGE_BYTES) * PAGE_BYTES)
-            except OSError as error:
-                raise ConfigError(f"overflow_disk_bytes needs a file: {error}") from error
+            self._open_file(folder or spill_folder(), disk)
             self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="overflow-writer")
+
+    def _open_file(self, folder: Path, disk: DiskIO | None) -> None:
+        wanted = self._disk_blocks * self.layout.block_bytes
+        try:
+            self._file = SpillFile(folder, disk)
+            free = shutil.disk_usage(folder).free
+            self._start = self._file.take(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"overflow_disk_bytes needs a file: {error.strerror or error}") from error
+        if wanted > free:
+            self._file.close()
+            raise ConfigError(
+                f"overflow_disk_bytes is {wanted}, but {folder} has {free} free; choose less, or another "
+                "overflow_folder"
+            )
 
     def is_on_disk(self, place: int) -> bool:
         """Whether a place is not in RAM."""
@@ -105,24 +142,83 @@ class OverflowPool:
         """Copy blocks of a device's KV tensor to places: (block, place). The blocks may be written when this returns,
         on a GPU by work that is given to it afterwards.
         """
-        for block, place in pairs:
-            if self._keeps_bounds:
-                self.bounds[:, :, :, place] = key_bounds(tensor[block : block + 1])[0]
-            if not self.is_on_disk(place):
-                self.host[place].copy_(tensor[block], non_blocking=True)
-                continue
-            self._staged.acquire()
-            staged = tensor[block].to("cpu", copy=True)
-            before = self._writing.get(place)
-            self._writing[place] = self._writers.submit(self._write, place, staged, before)
+        if self._device.has_link:
+            self._send(tensor, pairs)
+        else:
+            self._copy(tensor, pairs)
         self.bytes_written += len(pairs) * self.layout.block_bytes
         self.host_pace.spend(len(pairs) * self.layout.block_bytes)
 
-    def _write(self, place: int, staged: torch.Tensor, before: Future[None] | None) -> None:
-        if before is not None:
-            before.result()
+    def _copy(self, tensor: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        for block, place in pairs:
+            if self.bounds.shape[2]:
+                self.bounds[:, :, place] = key_bounds(tensor[block : block + 1], self.bounds.dtype)[0]
+            if self.is_on_disk(place):
+                self._staged.acquire()
+                self._write_behind(place, tensor[block].clone(), None)
+            else:
+                self.host[place].copy_(tensor[block])
+
+    def _send(self, tensor: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Over a link, see the module."""
+        self._landing = {place: mark for place, mark in self._landing.items() if not mark.done()}
+        num_layers, slices = self.layout.num_layers, tensor.view(-1, *tensor.shape[2:])
+        for start in range(0, len(pairs), STAGED_BLOCKS):
+            part = pairs[start : start + STAGED_BLOCKS]
+            blocks, places = np.asarray(part, dtype=np.int64).T
+            (ids,) = self._device.upload([(blocks * num_layers + np.arange(num_layers)[:, None]).ravel()])
+            self._rooms.reverse()
+            room = self._rooms[0]
+            room.left.hold_compute()
+            leaving = room.slices[: len(ids)]
+            ops.gather_blocks(slices, ids, leaving)
+            leaving = leaving.view(num_layers, len(part), *slices.shape[1:])
+            self._lane.follow_compute()
+            for first, end in self.runs(places.tolist()):
+                self._send_run(leaving[:, first:end], int(places[first]))
+            room.left = self._lane.mark()
+
+    def _send_run(self, leaving: torch.Tensor, first: int) -> None:
+        """Blocks [layers, blocks, ...] of a room into consecutive places of RAM, or of the disk."""
+        if self.is_on_disk(first):
+            for index in range(leaving.shape[1]):
+                self._staged.acquire()
+                image = self._device.host_buffer(leaving[:, index].shape, leaving.dtype)
+                with self._lane.active():
+                    for layer, target in zip(leaving, image, strict=True):
+                        target.copy_(layer[index], non_blocking=True)
+                self._write_behind(first + index, image, self._lane.mark())
+            return
+        with self._lane.active():
+            for layer, target in zip(leaving, self._layers, strict=True):  # each dense, so that nothing waits for it
+                target[first : first + len(layer)].copy_(layer, non_blocking=True)
+        self._landing.update(dict.fromkeys(range(first, first + leaving.shape[1]), self._lane.mark()))
+
+    def landing(self, places: Sequence[int]) -> list[Mark]:
+        """What must be over before these places of RAM are read."""
+        known = self._landing
+        return list({id(known[place]): known[place] for place in places if place in known}.values()) if known else []
+
+    def runs(self, places: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(first index, end) of places that follow one another, all in RAM or all on disk."""
+        start = 0
+        for end in range(1, len(places) + 1):
+            if end == len(places) or places[end] != places[end - 1] + 1 or places[end] == self.host_blocks:
+                yield start, end
+                start = end
+
+    def _write_behind(self, place: int, image: torch.Tensor, there: Mark | None) -> None:
+        """Write a block [layers, 2, kv_heads, block_tokens, head_size] to the disk once it is `there`."""
+        before = self._writing.get(place)
+        self._writing[place] = self._writers.submit(self._write, place, image, before, there)
+
+    def _write(self, place: int, image: torch.Tensor, before: Future[None] | None, there: Mark | None) -> None:
         try:
-            data = staged.view(torch.uint8).numpy().reshape(self.layout.num_layers, self.layer_bytes)
+            if before is not None:
+                wait((before,))  # whatever became of it
+            if there is not None:
+                there.wait()
+            data = image.view(torch.uint8).numpy().reshape(self.layout.num_layers, self.layer_bytes)
             row = place - self.host_blocks
             for layer in range(self.layout.num_layers):
                 self._sums[row, layer] = xxhash.xxh3_64_intdigest(data[layer])
@@ -151,18 +247,13 @@ class OverflowPool:
         """
         rows = target.view(torch.uint8).numpy().reshape(len(target), self.layer_bytes)
         lost: set[int] = set()
-        start = 0
-        while start < len(places):
-            end = start + 1
-            on_disk = self.is_on_disk(places[start])
-            while end < len(places) and places[end] == places[end - 1] + 1 and self.is_on_disk(places[end]) == on_disk:
-                end += 1
-            if on_disk:
+        for start, end in self.runs(places):
+            first = places[start]
+            if self.is_on_disk(first):
                 lost |= self._read_disk(layer, places[start:end], rows[start:end])
             else:
-                target[start:end, 0].copy_(self.host[places[start] : places[start] + end - start, layer])
+                target[start:end, 0].copy_(self._layers[layer, first : first + end - start])
                 self.host_pace.spend((end - start) * self.layer_bytes)
-            start = end
         return frozenset(lost)
 
     def _read_disk(self, layer: int, places: Sequence[int], rows: npt.NDArray[np.uint8]) -> set[int]:
@@ -197,3 +288,11 @@ class OverflowPool:
 def page_aligned(num_bytes: int) -> torch.Tensor:
     """uint8 memory of the CPU that begins at a page, zeroed, taken from the system when first written."""
     return torch.frombuffer(page_buffer(max(1, -(-num_bytes // PAGE_BYTES))), dtype=torch.uint8)[:num_bytes]
+
+
+def host_memory(device: Device, num_bytes: int) -> torch.Tensor:
+    """uint8 of the CPU that begins at a page and that the device reads and writes fast; locked while it is in use."""
+    memory = page_aligned(num_bytes)
+    if num_bytes and device.page_lock is not None:
+        weakref.finalize(memory, device.page_lock(memory.data_ptr(), num_bytes)).atexit = False
+    return memory

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.parallel import Shard, ShardTensors, shard_of
 from tournant.workers.rank_group import Pipe, RankGroup, RankLost
+from tournant.workers.tier_counts import add_counts
 from tournant.workers.transfer_messages import Order
 from tournant.workers.transfer_wire import order_from_wire, order_to_wire
 from tournant.workers.weights import Tensors, load_checkpoint
@@ -60,6 +61,7 @@ class ShardRunner(ModelRunner):
         self.group = group
         self._returning: deque[_Returning] = deque()
         self._asked: set[int] = set()  # rows that want log-probabilities
+        self._untold: dict[str, float] = {}  # what the last stage read below since it last returned a step
         try:
             group.agree("configuration", f"{REVISION} {config}".encode())
             super().__init__(config, files, device)
@@ -117,6 +119,7 @@ class ShardRunner(ModelRunner):
         wants = self._wants_logprobs(batch)
         if self.decoder_config.ends:
             pending = self.finish(batch, step, hidden)
+            add_counts(self._untold, read_below(step))
             self._return(pipe, pending, wants=wants)
             return pending
         pipe.send_on(hidden)
@@ -137,7 +140,8 @@ class ShardRunner(ModelRunner):
         wants = wants and self.group.member.rank % self.shard.split.tensor == 0
         if pending.sampled is not None or wants:
             tokens = NO_TOKENS if pending.sampled is None else pending.sampled.tokens
-            pipe.return_step(tokens, logprobs_to_wire(pending.result()) if wants else None)
+            pipe.return_step(tokens, logprobs_to_wire(pending.result()) if wants else None, self._untold)
+            self._untold.clear()
 
     def arrive_until(self, last: _Returning | None = None) -> None:
         """Wait for the tokens of steps on their way, in their order, up to this one; of all when it is None."""
@@ -148,6 +152,11 @@ class ShardRunner(ModelRunner):
         """Note tokens int64 [N] that the last stage chose for a step."""
         (moved,) = self.device.upload([tokens])
         self.inputs.remember(step, moved)
+
+
+def read_below(step: ForwardInput) -> Mapping[str, float]:
+    """What a step read of the overflow, see `StepResult.overflow`; when its layers are over."""
+    return {} if step.overflow is None else step.overflow.counts()
 
 
 class _Returning:
@@ -170,15 +179,21 @@ class _Returning:
 
     def arrive(self) -> None:
         """Wait for the tokens and let later steps know them. Idempotent; steps arrive in their order."""
-        if self._step is not None and (self._count or self._takes_logprobs):
-            tokens, logprobs = self._pipe.take_step(self._count)
+        if self._step is None:
+            return
+        counts = dict(read_below(self._step))
+        if self._count or self._takes_logprobs:
+            tokens, logprobs, later = self._pipe.take_step(self._count)
             if self._count:
                 with torch.inference_mode():
                     self._runner.remember(self._step, tokens)
             try:
                 self._result = logprobs_from_wire(logprobs or NO_LOGPROBS, tokens.tolist())
+                add_counts(counts, later)
             except (ValueError, TypeError) as error:
-                raise InvariantViolation(f"the last stage returned what are no log-probabilities: {error}") from error
+                problem = f"the last stage returned what are no log-probabilities or counts: {error}"
+                raise InvariantViolation(problem) from error
+        self._result.overflow = counts
         self._step = None
 
     def result(self) -> StepResult:

@@ -175,12 +175,15 @@ class Pipe:
             raise InvariantViolation("no tokens begin or end their way at a stage between the first and the last")
         return self._line
 
-    def return_step(self, tokens: torch.Tensor, logprobs: list[Any] | None) -> None:
-        """Tokens int64 [N] of a step from the last stage, and plain types behind them; to the first stage."""
+    def return_step(self, tokens: torch.Tensor, logprobs: list[Any] | None, counts: Mapping[str, float]) -> None:
+        """Tokens int64 [N] of a step from the last stage, and plain types behind them; to the first stage. counts: by
+        name, what was counted here since the call before.
+        """
         with _lost("return tokens"):
-            self._back.send(pack_frame(["step", tokens.cpu().numpy().astype(TOKEN).tobytes(), logprobs]))
+            data = tokens.cpu().numpy().astype(TOKEN).tobytes()
+            self._back.send(pack_frame(["step", data, logprobs, dict(counts)]))
 
-    def take_step(self, count: int) -> tuple[npt.NDArray[np.int64], list[Any] | None]:
+    def take_step(self, count: int) -> tuple[npt.NDArray[np.int64], list[Any] | None, dict[str, float]]:
         """What `return_step` sent, in the order of steps; waits for it. Raises InvariantViolation, too, when it is not
         of so many tokens.
         """
@@ -188,8 +191,10 @@ class Pipe:
         with _lost("receive tokens"):
             message = line.receive()
         match message:
-            case ["step", bytes(data), (list() | None) as logprobs] if len(data) == count * TOKEN.itemsize:
-                return np.frombuffer(bytearray(data), TOKEN), logprobs
+            case ["step", bytes(data), (list() | None) as logprobs, dict(counts)] if (
+                len(data) == count * TOKEN.itemsize
+            ):
+                return np.frombuffer(bytearray(data), TOKEN), logprobs, counts
         raise InvariantViolation(f"{line.name} returned something else than a step of {count} tokens")
 
     def _send(self, tensor: torch.Tensor, to: int) -> None:

@@ -434,9 +434,7 @@ class Scheduler:
     def _lose(self, entry: BatchEntry, lost: frozenset[int]) -> list[RequestOutput]:
         """Blocks below that a step of a sequence needed could not be read: it is computed again from its tokens."""
         sequence = entry.sequence
-        if self.long is not None and lost:
-            self.long.forget(lost)
-            sequence.num_losses += 1
+        sequence.num_losses += bool(lost)
         sequence.lost_epoch = max(sequence.lost_epoch, entry.epoch)
         if sequence.num_losses > MAX_LOSSES:
             self._finish(sequence, "error")

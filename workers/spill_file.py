@@ -10,6 +10,7 @@ leaves an empty file, which the next spill file in that folder removes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -94,10 +95,12 @@ class SpillFile:
         done, error = write_all(self._disk, self._file, [data], offset)
         if error is not None:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            advice = "free some, name another folder, or raise host_bytes" if full else "see the disk"
+            advice = (
+                "free some, name another folder, or give more RAM, so that less is spilled" if full else "see the disk"
+            )
             raise SpillError(
                 error.errno,
-                f"{done} of {len(data)} bytes were spilled to {self._folder}, where {self._end} were in use: "
+                f"{done} of {len(data)} bytes were spilled to {self._folder}, whose file is to have {self._end}: "
                 f"{error.strerror}; {advice}",
             ) from error
 
@@ -149,11 +152,12 @@ def _prefix() -> str:
 def _sweep(folder: Path) -> None:
     """Remove what killed processes left. Whoever still makes such a file is about to remove its name, too."""
     name = re.compile(re.escape(_prefix()) + "[0-9a-f]{32}")
-    for entry in os.scandir(folder):
-        if name.fullmatch(entry.name):
-            found = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
-                _unlink(Path(entry.path))
+    for path in Path(folder).iterdir():
+        if name.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+                    path.unlink()
 
 
 def _unlink(path: Path) -> None:

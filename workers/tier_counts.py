@@ -5,9 +5,16 @@ Owns the sums since the engine started; gauges are put in when they are read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from tournant.workers.messages import TierStats
+
+
+def add_counts(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add to sums by name; a name that is not there yet is at 0."""
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + value
 
 
 class Counts:

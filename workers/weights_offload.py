@@ -44,12 +44,11 @@ from tournant.workers.layer_images import (
     ModelFile,
     Range,
     WeightsLost,
-    host_memory,
     pieces_of,
     ranges_of,
 )
 from tournant.workers.models.layer_weights import ImageForm, LayerWeights
-from tournant.workers.overflow_pool import page_aligned
+from tournant.workers.overflow_pool import host_memory, page_aligned
 from tournant.workers.spill_file import SpillFile, spill_folder
 
 NUM_BUFFERS = 2
@@ -166,7 +165,7 @@ class LayerTiers:
     def _spill_file(self, wanted: int) -> SpillFile:
         """The file for images, which may become so large."""
         if self._spill is None:
-            folder = spill_folder() if self._limits.folder is None else Path(self._limits.folder)
+            folder = spill_folder() if self._limits.folder is None else Path(self._limits.folder).expanduser()
             self._spill = SpillFile(folder, self._disk, direct=True)
             if (free := shutil.disk_usage(folder).free) < wanted:
                 raise ConfigError(
@@ -182,7 +181,7 @@ class _Buffer:
     """
 
     def __init__(self, device: Device, num_bytes: int, *, staged: bool) -> None:
-        on_cpu = device.kind == "cpu"
+        on_cpu = not device.has_link
         self.memory = (
             page_aligned(num_bytes) if on_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
         )
@@ -203,7 +202,7 @@ class StreamedLayers:
         self, kept: Sequence[LayerWeights | BelowLayer], device: Device, fixed_bytes: int, spill: SpillFile | None
     ) -> None:
         self.host_pace, self.disk_pace = Pace(0), Pace(0)
-        self._on_cpu = device.kind == "cpu"
+        self._on_cpu = not device.has_link
         self._below = [item for item in kept if isinstance(item, BelowLayer)]
         self._ordinals: dict[int, int] = {}
         on_disk = any(isinstance(item.image, DiskImage) for item in self._below)

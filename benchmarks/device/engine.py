@@ -33,6 +33,7 @@ def engine_of(runner: MadeUpRunner, num_in_flight: int | None = None) -> Engine:
         max_model_len=decoder.max_model_len,
         pool_tokens=runner.cache.num_blocks * runner.layout.block_tokens,
         block_tokens=runner.layout.block_tokens,
+        overflow_tokens=runner.overflow_blocks * runner.layout.block_tokens,
         max_num_seqs=config.max_num_seqs,
         max_queued_requests=config.max_queued_requests,
         vocab_size=decoder.vocab_size,

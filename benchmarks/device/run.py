@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks.device import attention, copies, engine
+from benchmarks.device import attention, beyond, copies, engine
 from benchmarks.device.bench import Bench
 from tournant.kernels import ops
 from tournant.workers.device import CpuDevice, Device, make_device
@@ -30,15 +30,17 @@ SECTIONS: dict[str, tuple[float, Callable[[Bench], None]]] = {
     "decode attention": (40.0, attention.decode),
     "prefill attention": (20.0, attention.prefill),
     "block copies": (12.0, copies.block_copies),
-    "decode step": (75.0, engine.decode_step),
+    "decode step": (60.0, engine.decode_step),
     "restore": (20.0, engine.restore),
+    "beyond the device": (40.0, beyond.larger_contexts),
 }
 
 
 class DryDevice(CpuDevice):
-    """A CPU that captures steps and has two in flight, as a GPU does."""
+    """A CPU that captures steps, has two in flight and a link, as a GPU does."""
 
     num_in_flight = 2
+    has_link = True
 
     def graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
         """One and two sequences."""

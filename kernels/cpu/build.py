@@ -27,7 +27,10 @@ import torch
 
 SOURCE_FOLDER = Path(__file__).parent
 UNITS = {"kernels.c": (), "quantized.c": ("-ffp-contract=off",)}  # what is compiled, with flags of its own
-HEADERS = ("common.h", "attention.h", "quantized.h", "tiles.inc", "rows.inc", "attention.inc", "layers.inc")
+HEADERS = (
+    *("common.h", "attention.h", "bounds.h", "quantized.h"),
+    *("tiles.inc", "rows.inc", "attention.inc", "bounds.inc", "layers.inc"),
+)
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi")
 COMPILERS = ("gcc", "cc")
 COMPILE_TIMEOUT_S = 300

@@ -1,10 +1,12 @@
-/* The CPU kernels of Tournant: row-wise operations, writes to the KV cache, paged attention, block copies.
+/* The CPU kernels of Tournant: row-wise operations, writes to the KV cache, paged attention, choice of
+ * blocks, block copies.
  *
  * Compiled at run time by kernels/cpu/build.py, called through kernels/cpu/native.py, which has checked the arguments.
  * Nothing here allocates, keeps state between calls or reads memory that the arguments do not name.
  */
 
 #include "attention.h"
+#include "bounds.h"
 #include "quantized.h"
 
 #define LARGEST_fp32 3.40282347e38f /* that a type holds */
@@ -87,12 +89,14 @@ int64_t first_bad_row(const struct store *s) {
 INLINE vf load_part_fp32(const fp32 *p, int count);
 #include "rows.inc"
 #include "attention.inc"
+#include "bounds.inc"
 #include "layers.inc"
 #undef T
 
 #define T fp16
 #include "rows.inc"
 #include "attention.inc"
+#include "bounds.inc"
 #include "layers.inc"
 #undef T
 #undef PAIR
@@ -105,10 +109,19 @@ INLINE vf load_part_fp32(const fp32 *p, int count);
 #endif
 #include "rows.inc"
 #include "attention.inc"
+#include "bounds.inc"
 #include "layers.inc"
 
 void cut_into_units(struct plan *p, struct unit *units, struct split *splits, int num_threads) {
     cut(p, units, splits, num_threads);
+}
+
+void choose_blocks(const struct choice *c) {
+    for (int64_t head = 0; head < c->num_kv_heads; head++) choose_of_head(c, head);
+}
+
+void pack_blocks(const struct packing *p) {
+    for (int64_t head = 0; head < p->num_kv_heads; head++) pack_of_head(p, head);
 }
 
 void copy_blocks(char *kv, const int64_t *from, const int64_t *to, int64_t count, int64_t block_bytes, int num_threads) {

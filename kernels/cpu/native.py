@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tournant.kernels.cpu.native_blocks import NativeBlocks
 from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.plan import PARTIAL_EXTRA, AttentionPlan
 from tournant.kernels.quantized import KINDS, QuantizedMatrix
@@ -74,6 +75,11 @@ class NativeKernels:
         self._encode_blocks = functions("encode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
         self._decode_blocks = functions("decode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
         self._copy_blocks = function("copy_blocks", None, _P, _P, _P, _Q, _Q, _I)
+        self.blocks = NativeBlocks(
+            functions("score_bounds", ctypes.c_char_p),
+            function("choose_blocks", None, ctypes.c_char_p),
+            function("pack_blocks", None, ctypes.c_char_p),
+        )
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from tournant.kernels import segments
 from tournant.kernels.flash_attention import Rule
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import make_plan
@@ -74,6 +75,23 @@ def attention(
     label += ", few queries" if kind == "chunk" else ""
     shape = (dtype, kv_dtype or dtype, head_size, block_tokens, window, softcap)
     return Variant(label, lambda card: _attention(card, queries, context, *shape))
+
+
+def _walk(card: Card, dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, window: int) -> None:
+    layout, context = KVLayout(LAYERS, KV_HEADS, 64, head_size, kv_dtype), 8192
+    plan = segments.plan_pieces(1024, context, layout, HEADS, 4, 8)
+    whole, ring = (torch.empty((4, layers, *layout.shape(1)[2:]), dtype=kv_dtype) for layers in (LAYERS, 1))
+    table, q = torch.zeros(context // 64, dtype=torch.int32), torch.empty(1024, HEADS, head_size, dtype=dtype)
+    state = segments.new_state(1024, HEADS, head_size, q.device)
+    where = (q, q, (whole, ring), (LAYER, 0), table, plan)
+    TritonKernels(card).walk_pieces(*where, 0.1, window, 0.0, state, goes_on=True)
+
+
+def walk(dtype: torch.dtype, head_size: int, *, kv_dtype: torch.dtype | None = None, window: int = 0) -> Variant:
+    """A chunk of 1024 tokens over a part of its sequence's KV."""
+    label = f"{SHORT[dtype]} head {head_size}" + (f", KV {SHORT[kv_dtype]}" if kv_dtype else "")
+    label += f", window {window}" if window else ""
+    return Variant(label, lambda card: _walk(card, dtype, kv_dtype or dtype, head_size, window))
 
 
 def _training(card: Card, dtype: torch.dtype, head_size: int, rule: Rule) -> None:
@@ -155,6 +173,7 @@ def quick_variants() -> list[Variant]:
     ]
     found += [attention("decode", torch.bfloat16, 128, kv_dtype=torch.float8_e4m3fn)]
     found += [training(torch.bfloat16, 64), training(torch.bfloat16, 128)]
+    found += [walk(torch.bfloat16, 64), walk(torch.bfloat16, 128)]
     return found + _small(torch.bfloat16, 128) + _others(torch.bfloat16)
 
 
@@ -169,6 +188,8 @@ def full_variants() -> list[Variant]:
             found += [attention(kind, bf16, 128, kv_dtype=kv_dtype, block_tokens=tokens) for tokens in (16, 64)]
         found += [attention(kind, bf16, 128, window=4096), attention(kind, bf16, 256, window=4096, softcap=50.0)]
     found += [attention("chunk", bf16, size) for size in (64, 128)]
+    found += [walk(dtype, size) for size in (64, 128, 256) for dtype in (bf16, fp16, fp32)]
+    found += [walk(bf16, 128, window=4096), walk(bf16, 128, kv_dtype=torch.float8_e5m2)]
     found += [training(dtype, size) for size in (64, 80, 128, 256) for dtype in (bf16, fp16, fp32)]
     found += [training(bf16, 128, causal=False), training(bf16, 128, window=4096), training(bf16, 256, softcap=50.0)]
     for dtype in (bf16, fp32):

@@ -7,17 +7,20 @@ of torch.float8_e4m3fn with `kv_scales` of `KVLayout.allocate_scales`, beside th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
 from tournant.kernels.layout import KVLayout
-from tournant.kernels.plan import AttentionPlan
+from tournant.kernels.plan import PIECE_TOKENS, AttentionPlan
 from tournant.kernels.triton import gated, merge_states, rms_norm, rope, rope_store_kv, store_kv, store_kv_e4m3
 from tournant.kernels.triton.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from tournant.kernels.triton.card import Card
 from tournant.kernels.triton.fp8 import form_of
 from tournant.kernels.triton.paged_decode import paged_decode
 from tournant.kernels.triton.paged_prefill import paged_prefill
+from tournant.kernels.triton.paged_walk import paged_walk
 from tournant.kernels.triton.plan import DevicePlan, device_plan, refill, static_decode_plan
 
 
@@ -169,3 +172,40 @@ class TritonKernels:
                     lse=lse,
                     kv_scales=kv_scales,
                 )
+
+    def walk_pieces(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        layers: Sequence[int],
+        table: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: int,
+        softcap: float,
+        state: torch.Tensor,
+        *,
+        goes_on: bool,
+    ) -> None:
+        """See `segments.walk`; table: see paged_walk."""
+        native = plan.native
+        if native is None:
+            native = plan.native = self.prepare(plan, q.device)
+        first, end = plan.pieces
+        context = int(plan.context_lens[0])
+        paged_walk(
+            out,
+            q,
+            tensors,
+            layers,
+            table,
+            native.prefill,
+            (first * PIECE_TOKENS, min(end * PIECE_TOKENS, context)),
+            scale,
+            state,
+            window=window,
+            softcap=softcap,
+            fresh=first == 0 and not goes_on,
+            final=end * PIECE_TOKENS >= context,
+        )

@@ -88,6 +88,26 @@ def _key_ranges(
 
 
 @triton.jit
+def _query_tile(
+    q_ptr, k_ptr, v_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, num_queries, num_keys,
+    group: tl.constexpr, head_size: tl.constexpr, block_m: tl.constexpr,
+):  # fmt: skip
+    """A program's tile of queries (the last, which see most keys, first), of a head, of a sequence: (first, rows, their
+    positions, q, K and V of the head, its index among all, where it begins in tensors written token by token).
+    """
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
+    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    k_ptr += batch * k_batch + (head // group).to(tl.int64) * k_head
+    v_ptr += batch * v_batch + (head // group).to(tl.int64) * v_head
+    q_ptr += batch * q_batch + head.to(tl.int64) * q_head
+    q = _rows(q_ptr, start, num_queries, q_row, True, head_size, block_m)
+    rows = start + tl.arange(0, block_m)
+    positions = tl.minimum(rows, num_queries - 1) + (num_keys - num_queries)
+    place = (batch * num_queries * heads + head) * head_size
+    return start, rows, positions, q, k_ptr, v_ptr, batch * heads + head, place
+
+
+@triton.jit
 def _forward_tile(
     acc, peak, total, q, positions, k_ptr, v_ptr, start, num_keys, k_row, v_row, cap_scale, log2_scale,
     masked: tl.constexpr, causal: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, head_size: tl.constexpr,
@@ -115,15 +135,11 @@ def flash_forward_kernel(
     causal: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, group: tl.constexpr, head_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries (the last, which see most keys, first), a head, a sequence."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    q_ptr += batch * q_batch + head.to(tl.int64) * q_head
-    k_ptr += batch * k_batch + (head // group).to(tl.int64) * k_head
-    v_ptr += batch * v_batch + (head // group).to(tl.int64) * v_head
-    q = _rows(q_ptr, start, num_queries, q_row, True, head_size, block_m)
-    rows = start + tl.arange(0, block_m)
-    positions = tl.minimum(rows, num_queries - 1) + (num_keys - num_queries)
+    """One program: see `_query_tile`."""
+    start, rows, positions, q, k_ptr, v_ptr, index, place = _query_tile(
+        q_ptr, k_ptr, v_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, num_queries, num_keys, group,
+        head_size, block_m,
+    )  # fmt: skip
     low, full_low, full_high, high = _key_ranges(start, num_queries, num_keys, causal, window, block_m, block_n)
     acc = tl.zeros([block_m, q.shape[1]], tl.float32)
     peak, total = tl.full([block_m], NEVER, tl.float32), tl.zeros([block_m], tl.float32)
@@ -143,10 +159,9 @@ def flash_forward_kernel(
             acc, peak, total, q, positions, k_ptr, v_ptr, at, num_keys, k_row, v_row, cap_scale, log2_scale,
             True, causal, window, softcap, head_size, block_n,
         )  # fmt: skip
-    lse_ptr += (batch * heads + head) * num_queries
-    tl.store(lse_ptr + rows, (peak + tl.log2(total)) * LN2, mask=rows < num_queries)
-    out_ptr += (batch * num_queries * heads + head) * head_size
-    _store(out_ptr, acc / total[:, None], start, num_queries, heads * head_size, head_size, block_m)
+    tl.store(lse_ptr + index * num_queries + rows, (peak + tl.log2(total)) * LN2, mask=rows < num_queries)
+    stride = tl.num_programs(1) * head_size
+    _store(out_ptr + place, acc / total[:, None], start, num_queries, stride, head_size, block_m)
 
 
 @triton.jit
@@ -184,23 +199,18 @@ def flash_dq_kernel(
     causal: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, group: tl.constexpr, head_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries, a head, a sequence. Also writes delta, for dk and dv."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    q_ptr += batch * q_batch + head.to(tl.int64) * q_head
-    k_ptr += batch * k_batch + (head // group).to(tl.int64) * k_head
-    v_ptr += batch * v_batch + (head // group).to(tl.int64) * v_head
-    place, stride = (batch * num_queries * heads + head) * head_size, heads * head_size
-    rows = start + tl.arange(0, block_m)
-    there = rows < num_queries
-    q = _rows(q_ptr, start, num_queries, q_row, True, head_size, block_m)
+    """One program: see `_query_tile`. Also writes delta, for dk and dv."""
+    start, rows, positions, q, k_ptr, v_ptr, index, place = _query_tile(
+        q_ptr, k_ptr, v_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, num_queries, num_keys, group,
+        head_size, block_m,
+    )  # fmt: skip
+    there, stride = rows < num_queries, tl.num_programs(1) * head_size
     dout = _rows(dout_ptr + place, start, num_queries, stride, True, head_size, block_m)
     out = _rows(out_ptr + place, start, num_queries, stride, True, head_size, block_m)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row = (batch * heads + head) * num_queries
+    row = index * num_queries
     tl.store(delta_ptr + row + rows, delta, mask=there)
     lse = tl.load(lse_ptr + row + rows, mask=there, other=float("inf")) * LOG2E
-    positions = tl.minimum(rows, num_queries - 1) + (num_keys - num_queries)
     low, full_low, full_high, high = _key_ranges(start, num_queries, num_keys, causal, window, block_m, block_n)
     dq = tl.zeros([block_m, q.shape[1]], tl.float32)
     if window > 0:

@@ -26,7 +26,7 @@ from tournant.kernels.triton.plan import Work
 
 
 @triton.jit
-def _seen_by_all(low, high, first, last, window: tl.constexpr, block_n: tl.constexpr):
+def seen_by_all(low, high, first, last, window: tl.constexpr, block_n: tl.constexpr):
     """The tiles within low to high that rows at positions first to last all see in full: token range."""
     full_high = tl.minimum(tl.maximum((first + 1) // block_n * block_n, low), high)
     if window > 0:
@@ -74,7 +74,7 @@ def paged_prefill_kernel(
     positions, last = first + query, first + num_rows - 1
     begin = tl.maximum(first - window + 1, 0) // block_n * block_n if window > 0 else 0
     low, high = split_range(begin, last + 1, block_n)
-    full_low, full_high = _seen_by_all(low, high, first, last, window, block_n)
+    full_low, full_high = seen_by_all(low, high, first, last, window, block_n)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     kv_heads = tl.num_programs(1)
     kv_ptr += layer.to(tl.int64) * layer_stride + tl.program_id(1) * (block_tokens * head_size)

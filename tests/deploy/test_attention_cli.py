@@ -60,10 +60,28 @@ def test_pictures(tiny_model: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE(picture.stat().st_mode) == 0o600
 
 
-def test_without_matplotlib_the_extra_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_arrays_and_a_line_that_says_so(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    out = tmp_path / "maps"
+    common = ("--model", tiny_model, "--cache-dir", tmp_path / "cache", "--out", out, "--overwrite")
+    code, output = run("abc", *common)
+    assert (code, "no pictures were drawn: that needs matplotlib: pip install matplotlib" in output) == (0, True), (
+        output
+    )
+    assert sorted(path.suffix for path in out.iterdir()) == [".json", ".npy"]
+    code, output = run("abc", *common, "--no-png")
+    assert (code, "pictures" in output) == (0, False), output
+
+
+def test_pictures_that_are_asked_for_and_cannot_be_drawn_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    code, output = run("abc", "--model", "/nowhere")
-    assert (code, "pip install 'tournant[demo]', or use --no-png" in output) == (2, True)
+    code, output = run("abc", "--png", "--model", "/nowhere")
+    assert (code, "--png needs matplotlib: pip install matplotlib, or leave --png out" in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +102,15 @@ def test_mistakes(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None
     code, output = run(*arguments, "--no-png", "--out", tmp_path / "maps")
     assert (code, said in output) == (2, True), output
     assert not (tmp_path / "maps").exists()
+
+
+def test_other_files_of_the_folder_are_neither_counted_nor_touched(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(3 << 20))
+    (tmp_path / "link").symlink_to("nowhere")
+    common = ("--model", tiny_model, "--cache-dir", tmp_path / "cache", "--no-png", "--out", tmp_path)
+    code, output = run("abc", *common)
+    assert (code, "1 maps of 3 tokens" in output, "(0 MB)" in output) == (0, True, True), output
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_layers_that_the_model_lacks(tiny_model: Path, tmp_path: Path) -> None:

@@ -105,6 +105,11 @@ def _owner(socket: Path) -> int:
         ({"max_num_seq": 3}, ConfigError, "unknown key engine.max_num_seq; did you mean engine.max_num_seqs?"),
         ({"block_tokens": 5}, ConfigError, "advanced.block_tokens is 5"),
         ({"model": "/no/such/model"}, ModelFormatError, "/no/such/model"),
+        (
+            {"overflow_disk_bytes": "1MiB", "overflow_folder": Path("/no/such/folder"), "device": "cpu"},
+            ConfigError,
+            "no spill file can be made in /no/such/folder: .*; name another folder",
+        ),
     ],
 )
 def test_a_wrong_start_is_an_error(

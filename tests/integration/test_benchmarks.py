@@ -18,7 +18,7 @@ from benchmarks.model_costs import ModelCosts
 from tests.integration.benchmark_tables import Run, check_table, run_quickly
 from tournant.workers.model_files import resolve_model
 
-pytestmark = pytest.mark.timeout(300)  # starts six processes that import torch
+pytestmark = pytest.mark.timeout(600)  # starts six processes that import torch
 
 ROWS = {
     "contestants and correctness": ["tournant", "transformers"],

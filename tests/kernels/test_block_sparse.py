@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,10 +31,10 @@ def mask_of(count: int, seed: int, share: float = 0.3) -> np.ndarray:
     return mask
 
 
-def attended(case: Case, places: Places, mask: np.ndarray, count: int, lse: torch.Tensor | None = None) -> torch.Tensor:
+def attended(case: Case, places: Places, mask: np.ndarray, count: int, **options: Any) -> torch.Tensor:
     q = case.q[LENGTH - count :]
     out = torch.full_like(q, float("nan"))
-    block_sparse.attend_blocks(out, q, places, (LAYER,), mask, LENGTH, case.layout, case.scale, lse=lse)
+    block_sparse.attend_blocks(out, q, places, (LAYER,), mask, LENGTH, case.layout, case.scale, **options)
     return out
 
 
@@ -48,7 +51,7 @@ def test_equals_dense_attention_with_the_other_blocks_hidden(dtype: torch.dtype,
     hidden = torch.from_numpy(~mask).repeat_interleave(3, 0).repeat_interleave(16, 1)[:, :LENGTH]
     scores.masked_fill_(hidden[:, None, :], float("-inf"))
     lse = torch.empty(count, 9)
-    out = attended(case, places, mask, count, lse)
+    out = attended(case, places, mask, count, lse=lse)
     wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1).t(), rtol=0, atol=1e-2)
@@ -61,19 +64,96 @@ def test_with_every_block_it_is_paged_attention_bit_for_bit() -> None:
     assert torch.equal(out, case.attend([(0, LENGTH - 1, LENGTH)])[0])
 
 
-def test_bounds_are_above_every_product_and_reached() -> None:
+def bounds_of(kv: torch.Tensor) -> torch.Tensor:
+    """Of layer LAYER of blocks: [kv_heads, blocks, 2, size], axes as a pool keeps them."""
+    return block_sparse.key_bounds(kv, kv.dtype)[:, LAYER].transpose(0, 1).contiguous()
+
+
+@pytest.mark.usefixtures("backend")
+def test_bounds_are_above_every_score_and_reached() -> None:
     case, _ = case_of(torch.float32)
     table = torch.from_numpy(case.tables[0][: LENGTH // 16]).long()
-    bounds = block_sparse.key_bounds(case.kv_cache[table])[:, LAYER].permute(1, 2, 0, 3)
-    found = block_sparse.score_bounds(case.q[-1], bounds)
+    places = np.arange(LENGTH // 16)
+    found = block_sparse.score_bounds(case.q[-1], bounds_of(case.kv_cache[table]), places, 0.5, 3.0)
     keys = case.k[: LENGTH // 16 * 16].repeat_interleave(3, 1)
-    most = torch.einsum("hd,khd->hk", case.q[-1], keys).view(9, -1, 16).amax(-1)
-    assert (found >= most - 1e-4).all()
+    scores = torch.tanh(torch.einsum("hd,khd->hk", case.q[-1], keys) * 0.5 / 3.0) * 3.0
+    assert (found >= scores.view(9, -1, 16).amax(-1) - 1e-4).all()
     alone = case.kv_cache[table[:1]].clone()
-    alone[:, :, 0] = alone[:, :, 0, :, :1]  # all keys of a block alike: the bound is their product
-    same = block_sparse.score_bounds(case.q[-1], block_sparse.key_bounds(alone)[:, LAYER].permute(1, 2, 0, 3))
-    product = torch.einsum("hd,hd->h", case.q[-1], alone[0, LAYER, 0, :, 0].repeat_interleave(3, 0))
+    alone[:, :, 0] = alone[:, :, 0, :, :1]  # all keys of a block alike: the bound is their score
+    same = block_sparse.score_bounds(case.q[-1], bounds_of(alone), np.zeros(1, np.int64), case.scale)
+    product = torch.einsum("hd,hd->h", case.q[-1], alone[0, LAYER, 0, :, 0].repeat_interleave(3, 0)) * case.scale
     torch.testing.assert_close(same[:, 0], product, rtol=0, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """Random bounds of 300 places, and a sequence that has some of them in some order."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    dtype: torch.dtype
+    blocks: int
+    count: int
+
+    def choose(self) -> tuple[torch.Tensor, block_sparse.BlockChoice]:
+        """Bounds of the scores, and the choice by them."""
+        generator = torch.Generator().manual_seed(self.blocks)
+        bounds = torch.randn(self.kv_heads, 300, 2, self.size, generator=generator).sort(2).values.to(self.dtype)
+        q = torch.randn(self.heads, self.size, generator=generator).to(self.dtype)
+        random = np.random.default_rng(self.blocks)
+        places = np.concatenate([np.arange(64), random.permutation(np.arange(64, 300))])[: self.blocks].copy()
+        places[random.permutation(self.blocks)[: self.blocks // 5]] = -1
+        found = block_sparse.score_bounds(q, bounds, places, 0.3, 20.0 if self.heads == 4 else 0.0)
+        kept = found[:, torch.from_numpy(places >= 0)].clone()
+        return kept, block_sparse.choose_blocks(found, places, self.kv_heads, self.count)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Choosing(9, 3, 64, torch.bfloat16, 300, 60),
+        Choosing(9, 3, 64, torch.float32, 129, 1),
+        Choosing(9, 3, 64, torch.float16, 37, 30),
+        Choosing(4, 4, 256, torch.float32, 70, 20),
+        Choosing(7, 1, 16, torch.bfloat16, 261, 100),
+        Choosing(32, 2, 128, torch.bfloat16, 5, 4),
+        Choosing(2, 2, 32, torch.float32, 1, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("compiled")
+def test_chooses_as_its_twin(case: Choosing) -> None:
+    found, choice = case.choose()
+    ops.select_backend("torch")
+    try:
+        expected, wanted = case.choose()
+    finally:
+        ops.select_backend("c")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (choice.mask == wanted.mask).all()
+    assert (choice.read == wanted.read).all()
+    np.testing.assert_allclose(choice.most, wanted.most, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(choice.missed, wanted.missed, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.usefixtures("backend")
+def test_the_nearest_to_a_head_s_best_are_chosen_and_the_first_of_equal_ones() -> None:
+    found = torch.tensor([[9.0, 1.0, 8.0, 8.0, 0.0, 8.0], [0.0, 5.0, 1.0, 1.0, 7.0, 1.0]])  # one group
+    places = np.array([3, 4, 5, 6, -1, 7])
+    choice = block_sparse.choose_blocks(found.clone(), places, 1, 3)
+    assert choice.mask.tolist() == [[True, True, True, False, True, False]]
+    left_out = torch.tensor([[8.0, 8.0], [1.0, 1.0]])
+    np.testing.assert_allclose(choice.most, left_out.logsumexp(1), rtol=1e-5)
+    known = found[:, [0, 1, 2, 3, 5]].logsumexp(1)
+    np.testing.assert_allclose(choice.missed, torch.exp(left_out.logsumexp(1) - known), rtol=1e-5)
+    assert choice.read.tolist() == [True, True, True, False, False, False]
+    lse = torch.tensor([8.0, 9.0])
+    assert choice.missed_at_most(lse, 16) == pytest.approx(32 / 33)
+    everything = block_sparse.choose_blocks(found.clone(), places, 1, 5)
+    assert everything.mask.all()
+    assert everything.missed.tolist() == [0.0, 0.0]
+    assert everything.missed_at_most(lse, 16) == 0.0
 
 
 @pytest.mark.usefixtures("compiled")
@@ -81,6 +161,13 @@ def test_what_cannot_be_is_refused() -> None:
     case, places = case_of(torch.float32)
     with pytest.raises(ValueError, match="no head may leave one out"):
         attended(case, places, np.zeros((3, BLOCKS), np.bool_), 1)
+    other = block_sparse.plan_blocks([3, 3, 3], LENGTH, 1, case.layout, 9)
+    with pytest.raises(ValueError, match="the plan is for contexts"):
+        attended(case, places, np.ones((3, BLOCKS), np.bool_), 1, plan=other)
+    with pytest.raises(ValueError, match="has place 44; there are bounds of 44"):
+        block_sparse.score_bounds(case.q[-1], torch.zeros(3, 44, 2, 64), np.array([44]), 0.1)
+    with pytest.raises(ValueError, match="3 blocks to choose; 2 can be"):
+        block_sparse.choose_blocks(torch.zeros(9, 3), np.array([0, -1, 1]), 3, 3)
     with pytest.raises(ValueError, match="mask is bool"):
         attended(case, places, np.ones((2, BLOCKS), np.bool_), 1)
     ops.select_backend("torch")

@@ -139,6 +139,7 @@ SHAPE = (1, 4, 5, 8)
     ("q", "k", "v", "options", "message"),
     [
         (torch.zeros(4, 5, 8), torch.zeros(SHAPE), torch.zeros(SHAPE), {}, "q is"),
+        (torch.zeros(()), torch.zeros(SHAPE), torch.zeros(SHAPE), {}, "q is"),
         (torch.zeros(1, 4, 5, 300), torch.zeros(SHAPE), torch.zeros(SHAPE), {}, "at most 256"),
         (torch.zeros(SHAPE).int(), torch.zeros(SHAPE), torch.zeros(SHAPE), {}, "bfloat16, float16 or float32"),
         (torch.zeros(SHAPE), torch.zeros(1, 4, 5, 9), torch.zeros(SHAPE), {}, "k is"),
@@ -150,6 +151,8 @@ SHAPE = (1, 4, 5, 8)
         (torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE), {"scale": 0.0}, "scale is"),
         (torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE), {"softcap": -1.0}, "softcap"),
         (torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE), {"window": 2, "causal": False}, "only causal"),
+        (torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE), {"window": True}, "whole number of keys"),
+        (torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE), {"window": float("nan")}, "window is nan"),
     ],
 )
 def test_refusals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], message: str) -> None:

@@ -55,6 +55,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    is_lost: bool = False  # what it needed below was lost: all it yields means nothing
 
     def extend(self, stop: int, rope_offset: int) -> None:
         """Work out the right KV of the first `stop` tokens."""
@@ -80,6 +81,7 @@ class Work:
     new_rows: tuple[RowState, ...]
     block_updates: tuple[tuple[int, int, tuple[int, ...]], ...]
     copies: tuple[tuple[int, int], ...]
+    demotions: tuple[tuple[int, int], ...]
     bases: tuple[tuple[int, bytes], ...]
 
     @staticmethod
@@ -89,18 +91,20 @@ class Work:
             batch.step, tuple(batch.rows), tuple(batch.starts), tuple(batch.counts), tuple(batch.rope_offsets),
             tuple(batch.token_ids), tuple(batch.sampling), tuple(batch.prompt_logprobs), tuple(batch.new_rows),
             tuple((row, first, tuple(blocks)) for row, first, blocks in batch.block_updates), tuple(batch.copies),
-            tuple(bases),
+            tuple(batch.demotions), tuple(bases),
         )  # fmt: skip
 
 
 class SimDevice:
-    """One rank: what its blocks hold, one number per token slot, and its rows."""
+    """One rank: what its blocks and the places below them hold, one number per token slot, and its rows."""
 
-    def __init__(self, world: EngineWorld, rank: int, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, world: EngineWorld, rank: int, num_blocks: int, block_tokens: int, num_below: int) -> None:
         self.world = world
         self.rank = rank
         self.block_tokens = block_tokens
-        self.contents = [[UNWRITTEN] * block_tokens for _ in range(num_blocks)]
+        self.num_blocks = num_blocks
+        self.contents = [[UNWRITTEN] * block_tokens for _ in range(num_blocks + num_below)]
+        self.gone: set[int] = set()  # places whose content cannot be read
         self.rows: dict[int, Row] = {}
         self.last_end = 0.0  # when the newest step given so far ends here
         self.booked_end = 0.0  # the same of the newest step that the leader has booked
@@ -110,6 +114,7 @@ class SimDevice:
         """The kernels of a step end: read every prefix, write the new KV, sample."""
         for state in work.new_rows:
             self.rows[state.row] = Row(state.seed, state.index, list(state.token_ids))
+        self.put_below(work)
         for source, target in work.copies:
             self.contents[target] = list(self.contents[source])
         self.apply_updates(work)
@@ -117,14 +122,25 @@ class SimDevice:
         self.world.step_hash(self, work.step, hash((work.step, tables)))
         tokens: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        lost: dict[int, frozenset[int]] = {}
         at, wanted, sampling = 0, {index: following for index, _, following in work.prompt_logprobs}, set(work.sampling)
         for index, number in enumerate(work.rows):
             start, count, row = work.starts[index], work.counts[index], self.rows[number]
             if row.base == UNWRITTEN:
                 row.base, row.namespace = work.bases[index]
+            if found := self._lost_below(row, start):
+                lost[index] = found
+            if row.is_lost:
+                at += count
+                self._write_garbage(row, start, start + count)
+                tokens += [0] * (index in sampling)
+                if index in wanted:
+                    prompt_logprobs[index] = [TokenLogprobs(1.0, [])] * (count - (wanted[index] is None))
+                continue
             self._check_tokens(row, work.token_ids[at : at + count], start, work.step)
             at += count
             row.extend(start + count, work.rope_offsets[index])
+            self._check_moved(row, number, work)
             self._check_read(row, start, work.step)
             self._write(row, start, start + count)
             if index in wanted:
@@ -136,7 +152,46 @@ class SimDevice:
                 token = sampled(row.states[start + count - 1], row.seed, row.index)
                 row.tokens.append(token)
                 tokens.append(token)
-        return StepResult(tokens, prompt_logprobs=prompt_logprobs)
+        return StepResult(tokens, prompt_logprobs=prompt_logprobs, lost=lost)
+
+    def put_below(self, work: Work) -> None:
+        """Copy blocks to places below (I18: whole ones)."""
+        for source, target in work.demotions:
+            if min(self.contents[source]) < 0:
+                self.world.violated("I18", f"step {work.step} puts block {source} below, which is not whole")
+            self.contents[target] = list(self.contents[source])
+            self.gone.discard(target)
+
+    def _lost_below(self, row: Row, stop: int) -> frozenset[int]:
+        """Places that a row reads and cannot. A step after it need not read what this one does (sparse attention)."""
+        below = [block for block in row.blocks[: -(-stop // self.block_tokens)] if block >= self.num_blocks]
+        found = self.gone.intersection(below)
+        if below and self.world.strikes("lost below", 40):
+            found.add(self.world.rng.choice(below))
+            self.gone |= found if self.world.rng.randrange(2) else set()
+        row.is_lost |= bool(found)
+        return frozenset(found)
+
+    def _write_garbage(self, row: Row, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self.world.garbage += 1
+            self.contents[row.blocks[position // self.block_tokens]][position % self.block_tokens] = (
+                -1 - self.world.garbage
+            )
+
+    def _check_moved(self, row: Row, number: int, work: Work) -> None:
+        """I18: what a row's table no longer has on the device is where it says."""
+        if not work.demotions:
+            return
+        size, started = self.block_tokens, {state.row for state in work.new_rows}
+        for other, first, blocks in work.block_updates:
+            if other != number or other in started:
+                continue
+            for index, block in enumerate(blocks, first):
+                if block >= self.num_blocks and self.contents[block] != row.states[index * size : (index + 1) * size]:
+                    self.world.violated(
+                        "I18", f"step {work.step}: entry {index} of row {number} went to {block}, and is not there"
+                    )
 
     def apply_updates(self, work: Work) -> None:
         """Write what is new into the rows' block tables."""
@@ -265,6 +320,7 @@ class SimStep:
         if self.fails:
             raise RuntimeError("injected: the device failed")
         world.touched.end_step(self.work.step)
+        world.places.end_step(self.work.step, {} if self.outcome is None else self.outcome.lost)
         for device, end in zip(world.devices, self.ends, strict=True):
             device.booked_end = end
         if self.outcome is None:
@@ -293,7 +349,9 @@ class SimRunner:
             for entry in batch.entries
         ]
         work = Work.of(batch, bases)
-        world.touched.begin_step(work.step, *self._touched(work))
+        reads, writes = self._touched(work)
+        world.places.begin_step(work, world.tables, writes)
+        world.touched.begin_step(work.step, reads, writes)
         step = SimStep(self, work)
         step.fails = world.strikes("failed step", 150)
         begin = max([world.now, *(device.last_end for device in world.devices)])
@@ -328,6 +386,7 @@ class SimRunner:
         """The engine gave up what is in flight after a failure: the devices do not carry it out any more."""
         self.in_flight.clear()
         self.world.touched.steps.clear()
+        self.world.places.give_up()
         for device in self.world.devices:
             device.last_end = device.booked_end = self.world.now
             device.rows.clear()
@@ -335,7 +394,7 @@ class SimRunner:
     def _touched(self, work: Work) -> tuple[set[int], set[int]]:
         """(blocks read, blocks written) by a batch; keeps the leader's tables while it is at it."""
         size = self.world.setup.block_tokens
-        reads = {source for source, _ in work.copies}
+        reads = {source for source, _ in (*work.copies, *work.demotions)}
         writes = {target for _, target in work.copies}
         tables = self.world.tables
         for state in work.new_rows:

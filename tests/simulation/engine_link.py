@@ -67,7 +67,8 @@ class SimLink:
         self._numbers: set[tuple[bool, int]] = set()
         self._losing = ""
         self.closed = False
-        world.later(world.rng.uniform(0, 0.02), self._attach)
+        if world.setup.has_tiers:
+            world.later(world.rng.uniform(0, 0.02), self._attach)
 
     # ---- Link
 

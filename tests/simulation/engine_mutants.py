@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from tests.simulation.engine_device import SimDevice, Work
 from tests.simulation.engine_link import Reading, SimLink
+from tests.simulation.engine_search import fails
 from tests.simulation.engine_users import Ask, Users
 from tests.simulation.engine_world import FIRST_WRITER, EngineWorld, Setup
 from tournant.kvstore.block import BlockRef, Version
@@ -44,10 +45,26 @@ class EngineMutant:
     faults: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)
 
+    def drawn(self, seed: int) -> Setup:
+        """A schedule of the kind that it is looked for in."""
+        return Setup.draw(seed)
+
     def setup(self, seed: int) -> Setup:
         """A schedule that may show it."""
-        setup = Setup.draw(seed)
+        setup = self.drawn(seed)
         return replace(setup, faults=setup.faults.union(self.faults), **self.shape)
+
+    def check_killed(self, num_seeds: int) -> None:
+        """Some of so many schedules finds it, by an invariant that watches it, and finds nothing without it."""
+        for seed in range(num_seeds):
+            setup = self.setup(seed)
+            with self.applied():
+                violation = fails(setup)
+            if violation is not None:
+                assert violation.invariant in self.killed_by, str(violation)
+                assert fails(setup) is None
+                return
+        raise AssertionError(f"{self.name}: no schedule of {num_seeds} found it")
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -461,7 +478,8 @@ ENGINE_MUTANTS = (
                  ((Engine, "_with_own_keys", _trust_keys),), (), RESTORING),
     EngineMutant("the RoPE is left out of the key", ("I2",),
                  ((Answer, "switch_rope", _keep_keys),), (), {**RESTORING, "num_blocks": 12, "rope_switch": 40}),
-    EngineMutant("shared blocks are written in place", ("I2", "I5", "I7"), ((BlockManager, "must_copy", _false),)),
+    EngineMutant("shared blocks are written in place", ("I2", "I5", "I7", "I17"),
+                 ((BlockManager, "must_copy", _false),)),
     EngineMutant("block tables of started sequences are not sent", ("I12",),
                  ((Scheduler, "_run", _run_without_table),), (), RESTORING),
     EngineMutant("a rank misses an update of block tables", ("I12",),

@@ -1,6 +1,6 @@
 """Looks for schedules of the simulated engine that break an invariant, and makes them small.
 
-Run it for longer searches: `python -m tests.simulation.engine_search FIRST_SEED COUNT [TURNS]`, see --help.
+Run it for longer searches: `python -m tests.simulation.engine_search FIRST_SEED COUNT [TURNS] [--long]`, see --help.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from tests.simulation.engine_world import TURNS, Setup, run
-from tests.simulation.searching import smallest, violation_of
+from tests.simulation.searching import on_all_cores, smallest, violation_of
 from tests.simulation.world import Violation
 
 MIN_TURNS = 5
 SIMPLER = (
     ("ranks", 1), ("depth", 1), ("rope_switch", 0), ("persistent", False), ("nvme_blocks", 0), ("host_blocks", 64),
            ("credit", 16), ("prefetch_requests", 0), ("max_num_batched_tokens", 256), ("max_num_seqs", 8),
-           ("max_num_seqs", 1))  # fmt: skip
+           ("max_num_seqs", 1), ("has_tiers", False))  # fmt: skip
 
 
 @dataclass
@@ -73,16 +73,27 @@ def search(setups: Iterable[Setup], *, most_failures: int = 3) -> Found:
     return found
 
 
+def search_on_all_cores(batch: Callable[[int], Found], first: int, count: int, size: int) -> Found:
+    """batch: searches `size` seeds from a given one. Raises AssertionError with how to run broken schedules again."""
+    total = Found()
+    for found in on_all_cores(batch, range(first, first + count, size)):
+        total.add(found)
+    if total.failures:
+        raise AssertionError("\n".join(f"{violation}\n  {replay_line(setup)}" for setup, violation in total.failures))
+    return total
+
+
 def replay_line(setup: Setup) -> str:
     """How to run this schedule again."""
     values = asdict(setup) | {"faults": sorted(setup.faults)}
     return "run(Setup(" + ", ".join(f"{name}={value!r}" for name, value in values.items()) + "))"
 
 
-def main(first: int, count: int, turns: int = TURNS) -> None:
+def main(first: int, count: int, turns: int = TURNS, *, long: bool = False) -> None:
     """Search and print what was found."""
     start = time.process_time()
-    found = search(Setup.draw(seed, turns=turns) for seed in range(first, first + count))
+    draw = Setup.draw_long if long else Setup.draw
+    found = search(draw(seed, turns=turns) for seed in range(first, first + count))
     seconds = time.process_time() - start
     print(f"{found.schedules} schedules, {found.steps} steps, {seconds:.1f} s of CPU", end="; ")
     print(f"{found.schedules / seconds:.0f} schedules/s")
@@ -97,6 +108,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("first", type=int, help="first seed")
     parser.add_argument("count", type=int, help="how many seeds")
     parser.add_argument("turns", type=int, nargs="?", default=TURNS, help="turns of a schedule (%(default)s)")
+    parser.add_argument("--long", action="store_true", help="sequences may be larger than the device")
     return parser.parse_args(argv)
 
 

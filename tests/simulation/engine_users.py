@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.engine_device import VOCAB, Row, first_state, logprob_of, next_state, sampled
 from tournant.kvstore.block import Version, key_chain
 from tournant.workers.messages import EngineRequest, RequestOutput, TierStats, TokenLogprobs
+from tournant.workers.overflow_blocks import OverflowBlocks
 from tournant.workers.restores import ReadState
 from tournant.workers.sampling_params import SamplingParams
 from tournant.workers.sequence import Sequence, SequenceState
@@ -42,7 +43,7 @@ class Users:
     def __init__(self, world: EngineWorld) -> None:
         rng = world.rng
         self.world = world
-        self.limit = world.setup.num_blocks * world.setup.block_tokens
+        self.limit = world.setup.most_tokens
         self.asks: dict[int, Ask] = {}
         self.documents = [[rng.randrange(VOCAB) for _ in range(self.limit)] for _ in range(3)]
         self.sessions: list[list[int]] = []
@@ -260,7 +261,9 @@ class Users:
         ask.over[out.index] = out.finish_reason
         got, wanted = ask.got[out.index], ask.wanted[out.index]
         if out.finish_reason == "error":
-            if "injected" not in str(out.error):
+            if str(out.error).startswith("KV that lay below") and "lost below" in self.world.setup.faults:
+                self.world.count("given up after losses")
+            elif "injected" not in str(out.error):
                 self.world.violated("I14", f"request {out.request_id} fails: {out.error}")
             return
         stopped = bool(wanted) and wanted[-1] in ask.request.params.stop_token_ids
@@ -301,20 +304,23 @@ class Users:
             self.world.violated("I11", f"requests {left} have not ended")
 
     def check_planner(self) -> None:
-        """I11: the engine counts the credit as the link does, and has copied down what it could."""
+        """I11: the engine counts the credit as the link does, has copied down what it could, and can forget all."""
         tiering, link = self.world.engine.scheduler.tiers, self.world.link
-        if tiering is None:
-            return
-        stats = self.world.engine.stats().tiers
-        credit = tiering._group.credits[0]
-        if link.attached and credit != link.free:
-            self.world.violated("I8", f"the engine counts {credit} lent slots; {link.free} are")
-        if link.attached != bool(stats.attached):
-            self.world.violated("I11", f"the engine thinks attached is {stats.attached}")
-        if link.attached and (stats.dirty_blocks or not tiering.is_settled):
-            self.world.violated("I11", f"{stats.dirty_blocks} blocks stay dirty although nothing else is to do")
+        if tiering is not None:
+            stats = self.world.engine.stats().tiers
+            credit = tiering._group.credits[0]
+            if link.attached and credit != link.free:
+                self.world.violated("I8", f"the engine counts {credit} lent slots; {link.free} are")
+            if link.attached != bool(stats.attached):
+                self.world.violated("I11", f"the engine thinks attached is {stats.attached}")
+            if link.attached and (stats.dirty_blocks or not tiering.is_settled):
+                self.world.violated("I11", f"{stats.dirty_blocks} blocks stay dirty although nothing else is to do")
         if self.world.setup.caching and not self.world.engine.reset_prefix_cache():
             self.world.violated("I11", "the prefix cache cannot be reset although nothing is in use")
+        blocks = self.world.engine.scheduler.blocks
+        halves = [blocks, blocks.below] if isinstance(blocks, OverflowBlocks) else [blocks]
+        if self.world.setup.caching and any(half.num_reusable for half in halves):
+            self.world.violated("I11", "the prefix cache was reset and still has blocks")
 
     def count_stats(self) -> None:
         """For I15: what the engine says it did."""

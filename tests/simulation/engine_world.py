@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.engine_device import SimDevice, SimRunner, Touched, key_after
 from tests.simulation.engine_link import SimLink
+from tests.simulation.engine_overflow import Places
 from tests.simulation.engine_store import SimStore
 from tests.simulation.engine_users import Users
 from tests.simulation.world import Violation
@@ -33,11 +34,13 @@ FAULTS = (
     "no credit", "stash lost",
 )  # fmt: skip
 LATER_FAULTS = ("weights update",)  # drawn last: seeds of before mean what they did
+OVERFLOW_FAULTS = ("lost below",)  # of one rank: others end with their group, see "failed step"
 LONG_LAYOUT = b"L" * 32
 FIRST_WRITER = 7
 STEP_S = 20e-6  # of the engine's own work in a turn
 MOST_IDLE_STEPS = 300
 TURNS = 300
+LONG_TURNS = 150  # of schedules with sequences larger than the device
 QUIET_TURNS = 30_000
 QUIET_S = 900.0
 
@@ -50,7 +53,8 @@ def namespace(weights: int) -> Namespace:
 @dataclass(frozen=True)
 class Setup:
     """What a schedule is made of, next to its seed. rope_switch: 0 = none; persistent: what lies on NVMe
-    survives the store; token_us: most that computing a token takes.
+    survives the store; token_us: most that computing a token takes; num_below: places of sequences larger than the
+    device; has_tiers: whether there is a node store.
     """
 
     seed: int
@@ -76,6 +80,8 @@ class Setup:
     watermarks: tuple[float, float, float]
     token_us: int
     turns: int = TURNS
+    num_below: int = 0
+    has_tiers: bool = True
 
     @staticmethod
     def draw(seed: int, *, turns: int = TURNS) -> Setup:
@@ -111,6 +117,27 @@ class Setup:
             turns=turns,
         )
         return replace(setup, faults=setup.faults.union(fault for fault in LATER_FAULTS if rng.randrange(3) == 0))
+
+    @staticmethod
+    def draw_long(seed: int, *, turns: int = LONG_TURNS) -> Setup:
+        """One in which sequences may be larger than the device, beside a node store or without one."""
+        rng = random.Random(seed * 2 + 1)
+        setup = Setup.draw(seed, turns=turns)
+        num_blocks = rng.choice((1, 2, 3, 5, 8, 12))
+        num_below = rng.choice((3, 10, 20, 40))
+        return replace(
+            setup,
+            num_blocks=num_blocks,
+            num_below=num_below,
+            has_tiers=rng.randrange(2) == 0,
+            rope_switch=rng.choice((0, 0, 0, 0, (num_blocks + num_below) * 4)),
+            faults=setup.faults.union(OVERFLOW_FAULTS if setup.ranks == 1 and rng.randrange(2) == 0 else ()),
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one sequence."""
+        return (self.num_blocks + self.num_below) * self.block_tokens
 
     def engine_config(self) -> EngineConfig:
         """Of the engine."""
@@ -152,6 +179,7 @@ class Setup:
             dtype="sim",
             device="sim",
             namespace=namespace,
+            overflow_tokens=self.num_below * self.block_tokens,
             rope_switch=self.rope_switch,
             long_layout_id=LONG_LAYOUT if self.rope_switch else b"",
         )
@@ -192,13 +220,15 @@ class EngineWorld:
         self._copying: dict[str, tuple[int, ...]] = {}
         self._idle_steps = 0
         self.touched = Touched(self)
-        self.devices = [SimDevice(self, rank, setup.num_blocks, setup.block_tokens) for rank in range(setup.ranks)]
+        self.places = Places(self, setup.num_blocks)
+        self.devices = [
+            SimDevice(self, rank, setup.num_blocks, setup.block_tokens, setup.num_below) for rank in range(setup.ranks)
+        ]
         self.runner = SimRunner(self, self.num_steps)
         self.link = SimLink(self, self.store, setup.credit)
         info = setup.info(self.writer_id(), namespace(self.weights_told()))
-        self.engine = Engine(
-            setup.engine_config(), self.runner, info, self.link, setup.offload_config(), lambda: self.now
-        )
+        tiers = (self.link, setup.offload_config()) if setup.has_tiers else (None, None)
+        self.engine = Engine(setup.engine_config(), self.runner, info, *tiers, lambda: self.now)
 
     num_steps = 0  # of engines that have ended
 
@@ -437,7 +467,7 @@ class EngineWorld:
     def _check_clean(self) -> None:
         """I13: a device block that counts as copied down was said to lie below since the store was last lost."""
         blocks = self.engine.scheduler.blocks
-        for block, key in enumerate(blocks._key_of):
+        for block, key in enumerate(blocks._key_of if self.setup.has_tiers else ()):
             if key is not None and blocks._state_of[block] is CopyState.CLEAN and key not in self.link.told_below:
                 self.violated("I13", f"block {block} counts as copied down, and nobody said that it lies below")
 
@@ -457,11 +487,11 @@ class EngineWorld:
             self.violated("I11", f"left open below: {open_now}")
         if self._copying or self.touched.steps:
             self.violated("I11", f"copies that never ended: {sorted(self._copying)}")
-        if stats.kv_used or stats.num_running or stats.num_waiting or stats.num_restoring:
+        if stats.kv_used or stats.overflow.used_blocks or stats.num_running or stats.num_waiting or stats.num_restoring:
             self.violated("I11", f"held after the last request: {stats}")
-        if link.num_lent != link.credit:
+        if self.setup.has_tiers and link.num_lent != link.credit:
             self.violated("I8", f"{link.num_lent} slots are lent; the credit is {link.credit}")
-        if self.store.lent != {id(link): link.credit}:
+        if self.store.lent != ({id(link): link.credit} if self.setup.has_tiers else {}):
             self.violated("I11", f"the store lends {sorted(self.store.lent.values())}; the credit is {link.credit}")
         if pins := sum(stored.pins for stored in self.store.blocks.values()):
             self.violated("I11", f"{pins} pins are left in the store")

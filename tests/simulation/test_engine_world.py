@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.engine_mutants import ENGINE_MUTANTS, EngineMutant
-from tests.simulation.engine_search import Found, arguments, fails, replay_line, search
+from tests.simulation.engine_search import Found, arguments, search, search_on_all_cores
 from tests.simulation.engine_world import FAULTS, LATER_FAULTS, Setup, run
-from tests.simulation.searching import on_all_cores, printed_under_hash_seeds
+from tests.simulation.searching import printed_under_hash_seeds
 
 SCHEDULES = 1_000
 SOAK_SCHEDULES = 40_000
@@ -81,21 +81,10 @@ def _batch(first: int) -> Found:
     return search(Setup.draw(seed) for seed in range(first, first + BATCH))
 
 
-def _schedules(first: int, count: int) -> Found:
-    """Run them on all cores. Fails with how to run a broken one again."""
-    total = Found()
-    for found in on_all_cores(_batch, range(first, first + count, BATCH)):
-        total.add(found)
-    if total.failures:
-        lines = [f"{violation}\n  {replay_line(setup)}" for setup, violation in total.failures]
-        pytest.fail("\n".join(lines), pytrace=False)
-    return total
-
-
 @pytest.fixture(scope="module")
 def found() -> Found:
     """What the schedules of this run have seen."""
-    return _schedules(0, SCHEDULES)
+    return search_on_all_cores(_batch, 0, SCHEDULES, BATCH)
 
 
 @pytest.mark.timeout(600)
@@ -119,15 +108,7 @@ def test_the_schedules_are_not_vacuous(found: Found) -> None:
 @pytest.mark.parametrize("mutant", ENGINE_MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed(mutant: EngineMutant) -> None:
     """Each broken promise is found by an invariant that watches it, and nothing is found without it."""
-    for seed in range(MUTANT_SEEDS):
-        setup = mutant.setup(seed)
-        with mutant.applied():
-            violation = fails(setup)
-        if violation is not None:
-            assert violation.invariant in mutant.killed_by, str(violation)
-            assert fails(setup) is None
-            return
-    pytest.fail(f"{mutant.name}: no schedule of {MUTANT_SEEDS} found it")
+    mutant.check_killed(MUTANT_SEEDS)
 
 
 def test_there_are_enough_mutants() -> None:
@@ -144,7 +125,7 @@ def test_earlier_find(name: str) -> None:
 
 TRACE = """
 from tests.simulation.engine_world import Setup, run
-print([run(Setup.draw(seed)).trace for seed in range(8)])
+print([run(setup).trace for seed in range(8) for setup in (Setup.draw(seed), Setup.draw_long(seed))])
 """
 
 
@@ -152,18 +133,18 @@ def test_the_same_seed_is_the_same_schedule() -> None:
     """Also in processes with other hash seeds."""
     traces = printed_under_hash_seeds(TRACE, ("0", "1"))
     assert len(traces) == 1
-    assert len(set(traces.pop().strip("[]\n").split(", "))) == 8
+    assert len(set(traces.pop().strip("[]\n").split(", "))) == 16
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_many_more_schedules() -> None:
     """As above, for as long as it takes."""
-    _schedules(1_000_000, SOAK_SCHEDULES)
+    search_on_all_cores(_batch, 1_000_000, SOAK_SCHEDULES, BATCH)
 
 
 def test_the_command_line_of_the_search_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert vars(arguments(["5", "100"])) == {"first": 5, "count": 100, "turns": 300}
+    assert vars(arguments(["5", "100"])) == {"first": 5, "count": 100, "turns": 300, "long": False}
     with pytest.raises(SystemExit, match="0"):
         arguments(["--help"])
-    assert "usage: tests.simulation.engine_search [-h] first count [turns]" in capsys.readouterr().out
+    assert "usage: tests.simulation.engine_search [-h] [--long] first count [turns]" in capsys.readouterr().out

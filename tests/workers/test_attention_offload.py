@@ -112,6 +112,22 @@ def test_keys_larger_than_the_device_leave_it_and_change_nothing(tmp_path: Path)
     assert module.stats[0].moved[Tier.HOST, Tier.DEVICE] > MIB
 
 
+@pytest.mark.parametrize("tokens", [33, 1025])
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(17, 2, 2), (5, 6, 2)])
+def test_the_same_bits_where_heads_do_not_begin_at_aligned_addresses(
+    size: int, heads: int, kv_heads: int, tokens: int, tmp_path: Path
+) -> None:
+    x, found = torch.randn(1, tokens, size * heads, generator=torch.Generator().manual_seed(3)), []
+    for offload_to, granularity in (("none", "layer"), ("none", "head"), ("ssd", "head")):
+        torch.manual_seed(1)
+        module = AttentionWithOffload(
+            size * heads, heads, offload_to, granularity, num_kv_heads=kv_heads, folder=str(tmp_path)
+        )
+        found.append(module(x)[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -119,6 +135,9 @@ def test_keys_larger_than_the_device_leave_it_and_change_nothing(tmp_path: Path)
         ({"granularity": "token"}, "'token'; it must be one of layer, head"),
         ({"num_kv_heads": 3}, "num_heads is 4; it must be a multiple of num_kv_heads, 3"),
         ({"hidden_dim": 62}, "hidden_dim is 62"),
+        ({"device_bytes": 0}, "device_bytes is 0; it must be a whole number from 1, or None"),
+        ({"device_bytes": float("nan")}, "device_bytes is nan"),
+        ({"host_bytes": "64MB"}, "host_bytes is '64MB'"),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, object], said: str) -> None:
@@ -128,10 +147,16 @@ def test_arguments_that_do_not_fit(options: dict[str, object], said: str) -> Non
 
 
 def test_calls_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"x is \(1, 3, 5\); it must be \[batch, 1 or more tokens, 64\]"):
+    with pytest.raises(ConfigError, match=r"x is \(1, 3, 5\); it must be \[1 or more sequences, 1 or more tokens, 64"):
         make("none", "layer")(torch.zeros(1, 3, 5))
+    with pytest.raises(ConfigError, match=r"x is \(0, 3, 64\)"):
+        make("none", "layer")(torch.zeros(0, 3, 64))
     with pytest.raises(ConfigError, match="cache keys are"):
         make("none", "layer")(inputs(1, 3), KVPair(*(torch.zeros(2, KV_HEADS, 4, 16) for _ in range(2))))
+    for keys, values in ((3, 4), (4, 3)):  # tokens; values of other tokens would be attended to without a word
+        sizes = [(1, KV_HEADS, tokens, 16) for tokens in (keys, values)]
+        with pytest.raises(ConfigError, match=r"cache values are .* keys and values of as many tokens"):
+            make("none", "layer")(inputs(1, 3), KVPair(*map(torch.zeros, sizes)))
     with pytest.raises(ConfigError, match=r"device_bytes is 4096, .* needs at least \d+"):
         make("ssd", "layer", device_bytes=4096)(inputs())
     with pytest.raises(ConfigError, match=r"take \d+ bytes; .*raise them, or offload to ssd"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,18 +201,29 @@ def test_every_rank_has_places_of_its_own(ranks: Ranks, folder: Path, tensor: in
     below = {"overflow_host_bytes": 16 * half, "overflow_disk_bytes": 64 * half}
     with replica(ranks, folder, tensor, pipeline, kv_cache_bytes=DEVICE_BLOCKS * half, **below) as session:
         assert session.ask([prompt], max_tokens=12) == want
-        if pipeline == 1:  # what later stages read is not told
-            assert session.engine.stats().overflow.disk_bytes > 0
+        stats = session.engine.stats().overflow
+        assert min(stats.disk_bytes, stats.host_bytes) > 0
+        told = pipeline * half  # of a block: first and last stage tell, of a stage one rank
+        assert stats.written_bytes >= (600 // 16 - DEVICE_BLOCKS) * told
+
+
+def build_long_family(family: str, folder: Path) -> Path:
+    """A family of tiny_families, for up to 600 tokens."""
+    config = copy.deepcopy(FAMILIES[family])
+    config.max_position_embeddings = 600
+    return build_family(config, folder)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "qwen3"])
 def test_families_with_windows_and_caps(family: str, tmp_path: Path) -> None:
-    folder = build_family(FAMILIES[family], tmp_path)
+    folder = build_long_family(family, tmp_path)
     prompt = prompt_of(400, 9)
     want = Session(make_engine(folder, 64)).ask([prompt], max_tokens=8)
+    assert len(want[0]) == 8
     for how in HOW[:2]:
-        session = Session(make_engine(folder, 6, overflow_attention=how, overflow_disk_bytes=1 << 24))
-        assert session.ask([prompt], max_tokens=8) == want
+        engine = make_engine(folder, 6, overflow_attention=how, overflow_disk_bytes=1 << 24)
+        assert Session(engine).ask([prompt], max_tokens=8) == want
+        assert engine.stats().overflow.disk_bytes > 0
 
 
 def test_a_form_with_scales_is_refused(folder: Path) -> None:
@@ -225,11 +238,22 @@ def test_sizes_without_sense_are_refused_with_the_numbers(folder: Path) -> None:
         engine_of(folder, overflow_host_bytes=1 << 43)
 
 
+def test_more_than_the_disk_has_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(
+        ConfigError, match=rf"overflow_disk_bytes is \d+, but {tmp_path} has 1000 free; choose"
+    ):
+        engine_of(folder, overflow_disk_bytes=1 << 24, overflow_folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="overflow_folder is ''; it must be the path of a folder"):
+        engine_of(folder, overflow_folder="")
+
+
 def test_fp8_without_scales_goes_below(folder: Path) -> None:
-    prompt = prompt_of(500, 10)
+    prompt = prompt_of(700, 10)
     want = Session(make_engine(folder, 64, kv_cache_dtype="fp8_e5m2")).ask([prompt], max_tokens=8)
-    session = Session(engine_of(folder, kv_cache_dtype="fp8_e5m2"))
-    assert session.ask([prompt], max_tokens=8) == want
+    engine = engine_of(folder, kv_cache_dtype="fp8_e5m2")
+    assert Session(engine).ask([prompt], max_tokens=8) == want
+    assert engine.stats().overflow.written_bytes > 0
 
 
 def test_nothing_of_it_is_left_in_the_folder(folder: Path, tmp_path: Path) -> None:

@@ -220,11 +220,15 @@ def test_a_rank_that_hears_rubbish_ends_and_says_why(ranks: Ranks, tiny_model: P
     ("returned", "why"),
     [
         (FRAME_HEADER.pack((64 << 20) + 1), "rank 1 sent what is no frame: a frame of 67108865 bytes exceeds"),
-        (pack_frame(["step", b"x" * 7, None]), "rank 1 returned something else than a step of 1 tokens"),
-        (pack_frame(["step", [5], None]), "rank 1 returned something else than a step of 1 tokens"),
-        (pack_frame(["step", b"x" * 8, [1]]), "the last stage returned what are no log-probabilities: "),
+        (pack_frame(["step", b"x" * 7, None, {}]), "rank 1 returned something else than a step of 1 tokens"),
+        (pack_frame(["step", [5], None, {}]), "rank 1 returned something else than a step of 1 tokens"),
+        (pack_frame(["step", b"x" * 8, [1], {}]), "the last stage returned what are no log-probabilities or counts: "),
+        (
+            pack_frame(["step", b"x" * 8, None, {"disk_bytes": "many"}]),
+            "the last stage returned what are no log-probabilities or counts: ",
+        ),
     ],
-    ids=["too long", "too few", "no bytes", "log-probabilities"],
+    ids=["too long", "too few", "no bytes", "log-probabilities", "counts"],
 )
 def test_a_leader_that_gets_rubbish_for_tokens_ends_with_it(
     ranks: Ranks, tiny_model: Path, returned: bytes, why: str

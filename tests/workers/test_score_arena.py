@@ -84,7 +84,11 @@ def test_short_reads_and_writes_are_carried_on(arena: ScoreArena, disk: FaultyDi
 
 @pytest.mark.parametrize(
     ("method", "number", "said"),
-    [("write", errno.ENOSPC, "No space left.*host_bytes"), ("write", errno.EIO, "error"), ("read", errno.EIO, "back")],
+    [
+        ("write", errno.ENOSPC, "No space left.*give more RAM"),
+        ("write", errno.EIO, "error"),
+        ("read", errno.EIO, "back"),
+    ],
 )
 def test_a_failing_disk_is_an_error_that_says_so(
     tmp_path: Path, disk: FaultyDisk, method: str, number: int, said: str
@@ -273,3 +277,19 @@ def test_a_name_that_kill_9_leaves_is_swept_at_the_next_start(tmp_path: Path) ->
 def test_inference_mode_does_not_reach_the_buffers() -> None:
     with torch.inference_mode(), ScoreArena(10 * PAGE, 10 * PAGE) as arena:
         assert not arena.new(0, (FLOATS,)).is_inference()
+
+
+def test_what_another_process_sweeps_at_the_same_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / f"{spill_file._prefix()}{'0' * 32}"
+    left.touch()
+    real = Path.lstat
+
+    def faster(path: Path) -> os.stat_result:
+        left.unlink()
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", faster)
+    SpillFile(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []

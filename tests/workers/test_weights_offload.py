@@ -162,7 +162,7 @@ def test_sizes_may_be_text() -> None:
         ({"device_bytes": True}, "device_bytes is True"),
         ({"device_bytes": "lots"}, "device_bytes is 'lots'; write 1073741824, 512MiB"),
         ({"device_bytes": 1, "host_bytes": -1}, "host_bytes is -1"),
-        ({"device_bytes": 1, "disk_bytes": 1}, "unknown key weights_offload.disk_bytes"),
+        ({"device_bytes": 1, "disk_bytes": 1}, "weights_offload.disk_bytes is no key"),
         ({"device_bytes": 1, "folder": 1}, "weights_offload.folder is 1"),
     ],
 )

@@ -20,6 +20,7 @@ KERNELS = {
     "merge_states",
     "paged_decode",
     "paged_prefill",
+    "paged_walk",
     "rms_norm",
     "rope",
     "rope_store_kv",
