@@ -181,7 +181,7 @@ def _leading(group: RankGroup) -> Callable[[], None]:
 
     def once() -> None:
         group.tell(["batch", 0, 0, batch_to_wire(batch)])
-        tokens, _ = pipe.take_step(SEQUENCES)
+        tokens, *_ = pipe.take_step(SEQUENCES)
         _check(tokens)
 
     return once
@@ -193,7 +193,7 @@ def _follow(group: RankGroup) -> None:
     while (message := group.hear())[0] != "end":
         batch_from_wire(message[3])
         if last and group.pipe is not None:
-            group.pipe.return_step(sampled, None)
+            group.pipe.return_step(sampled, None, {})
 
 
 # -------------------------------------------------------------------- Ray

@@ -329,14 +329,15 @@ class OverflowStep:
         """What was read of the overflow, by names of OverflowStats. Call it when all layers are over."""
         pool, sparse = self._owner.pool, [row.counts for row in self._sparse_rows.values()]
         self._owner.observe()
-        streamed = self._num_streamed + (sum(row.num_host for row in sparse) if self._owner.way == "streamed" else 0)
         written, pool.bytes_written = pool.bytes_written, 0
-        host_bytes = (self._num_host + sum(row.num_host for row in sparse)) * pool.layer_bytes
+        head_bytes = pool.layer_bytes // pool.layout.num_kv_heads
+        sparse_bytes = sum(row.num_host for row in sparse) * head_bytes
+        streamed_bytes = sparse_bytes if self._owner.way == "streamed" else 0
         return {
             "written_bytes": written,
-            "host_bytes": host_bytes,
-            "disk_bytes": (self._num_disk + sum(row.num_disk for row in sparse)) * pool.layer_bytes,
-            "streamed_bytes": streamed * pool.layer_bytes,
+            "host_bytes": self._num_host * pool.layer_bytes + sparse_bytes,
+            "disk_bytes": self._num_disk * pool.layer_bytes + sum(row.num_disk for row in sparse) * head_bytes,
+            "streamed_bytes": self._num_streamed * pool.layer_bytes + streamed_bytes,
             "lost_blocks": sum(map(len, self.lost.values())),
             "chosen_layers": sum(row.num_chosen for row in sparse),
             "dense_layers": sum(row.num_dense for row in sparse),

@@ -8,7 +8,8 @@ Over a link (`Device.has_link`) blocks leave in a lane of their own: computing g
 from where they are copied while it goes on. There are two rooms, so it waits only for the copies before the last.
 
 Guarantees:
- 1. A read gives what the last `put` of a place put there, or says that it is lost; checksums are of a block's layer.
+ 1. A read gives what the last `put` of a place put there, or says that it is lost; checksums are of a block's layer,
+    and of each KV head of it where heads are read alone.
  2. RAM in use is host_blocks blocks and STAGED_BLOCKS more; `put` waits when as many are on their way to the disk.
  3. The file has mode 0600 and no name: it ends with the process, whatever ends that.
 """
@@ -104,6 +105,8 @@ class OverflowPool:
         self.bytes_written = 0
         self._disk_blocks = disk_blocks
         self._sums = np.zeros((disk_blocks, layout.num_layers), np.uint64)
+        of_panels = (disk_blocks if num_bounds else 0, layout.num_layers, 2, layout.num_kv_heads)
+        self._panel_sums = np.zeros(of_panels, np.uint64)  # of K and V of each head
         self._writing: dict[int, Future[None]] = {}
         self._staged = threading.Semaphore(STAGED_BLOCKS)
         self._lock = threading.Lock()
@@ -223,6 +226,9 @@ class OverflowPool:
             for layer in range(self.layout.num_layers):
                 self._sums[row, layer] = xxhash.xxh3_64_intdigest(data[layer])
                 self._file.write(self._offset(row, layer), memoryview(data[layer]))
+            if len(self._panel_sums):
+                panels = data.reshape(self._panel_sums[row].size, -1)
+                self._panel_sums[row].flat = [xxhash.xxh3_64_intdigest(panels[i]) for i in range(len(panels))]
             with self._lock:
                 self._broken.discard(place)
             self._disk_pace.spend(data.nbytes)
@@ -255,6 +261,50 @@ class OverflowPool:
                 target[start:end, 0].copy_(self._layers[layer, first : first + end - start])
                 self.host_pace.spend((end - start) * self.layer_bytes)
         return frozenset(lost)
+
+    def read_heads(
+        self, layer: int, places: Sequence[int], heads: npt.NDArray[np.bool_], target: torch.Tensor
+    ) -> frozenset[int]:
+        """As `read_layer`, of each place only some KV heads: bool [kv_heads, len(places)]. What target holds for the
+        others stays. For pools that keep bounds.
+        """
+        panels = target.view(torch.uint8).numpy().reshape(len(target), 2, self.layout.num_kv_heads, -1)
+        lost: set[int] = set()
+        for index, place in enumerate(places):
+            chosen = heads[:, index]
+            if chosen.all():
+                lost |= self.read_layer(layer, [place], target[index : index + 1])
+            elif self.is_on_disk(place):
+                lost |= self._read_panels(layer, place, np.flatnonzero(chosen), panels[index])
+            else:
+                which = torch.from_numpy(np.flatnonzero(chosen))
+                target[index, 0][:, which] = self._layers[layer, place][:, which]
+                self.host_pace.spend(len(which) * self.layer_bytes // len(chosen))
+        return frozenset(lost)
+
+    def _read_panels(
+        self, layer: int, place: int, heads: npt.NDArray[np.int64], panels: npt.NDArray[np.uint8]
+    ) -> set[int]:
+        """K and V of some heads of a place of the disk into panels [2, kv_heads, bytes]."""
+        if (writing := self._writing.get(place)) is not None:
+            writing.result()
+        row, panel_bytes = place - self.host_blocks, panels.shape[-1]
+        starts = np.r_[0, np.flatnonzero(np.diff(heads) > 1) + 1, len(heads)]
+        good = place not in self._broken
+        try:
+            for kind in range(2):
+                for first, end in zip(heads[starts[:-1]], heads[starts[1:] - 1] + 1, strict=True):
+                    at = (kind * panels.shape[1] + int(first)) * panel_bytes
+                    self._file.read(self._offset(row, layer) + at, memoryview(panels[kind, first:end].reshape(-1).data))
+        except (SpillError, OSError) as error:
+            self._fail(place, error)
+            good = False
+        self._disk_pace.spend(2 * len(heads) * panel_bytes)
+        sums = self._panel_sums[row, layer]
+        good = good and all(xxhash.xxh3_64_intdigest(panels[k, h]) == int(sums[k, h]) for k in range(2) for h in heads)
+        if not good:
+            panels[:, heads] = 0
+        return set() if good else {place}
 
     def _read_disk(self, layer: int, places: Sequence[int], rows: npt.NDArray[np.uint8]) -> set[int]:
         """Consecutive places of the disk into consecutive rows."""

@@ -27,7 +27,7 @@ DEVICE, RAM, ROOM = 0, 1, 2  # sources of blocks
 @dataclass(slots=True)
 class SparseCounts:
     """Of a row's step: layers that chose; those of them that then read everything; sum of the attention that the
-    others missed, estimated, on average over heads; layers of blocks that were read in RAM and from disk.
+    others missed, estimated, on average over heads; KV heads of layers of blocks that were read in RAM and from disk.
     """
 
     num_chosen: int = 0
@@ -67,8 +67,10 @@ class SparseReader:
         """One row of a step. table: int64 [blocks], ids of both halves, at least one below; context: its tokens."""
         return SparseRow(self, table, num_device_blocks, context)
 
-    def bring(self, layer: int, places: Array) -> tuple[torch.Tensor, frozenset[int]]:
-        """A layer of places, one after another, until the next call; and those that are lost, zeros then."""
+    def bring(self, layer: int, places: Array, heads: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, frozenset[int]]:
+        """A layer of places, one after another, until the next call; and those that are lost, zeros then. heads:
+        [kv_heads, places], which of them to bring; the others hold anything.
+        """
         num_bytes = len(places) * self._slice.block_bytes
         with torch.inference_mode(False):  # the readers' threads write it
             if num_bytes > len(self._memory):
@@ -76,7 +78,9 @@ class SparseReader:
             room = self._memory[:num_bytes].view(self._slice.dtype).view(self._slice.shape(len(places)))
         shares = [share for share in np.array_split(np.arange(len(places)), self._num_readers) if len(share)]
         reads = [
-            self._readers.submit(self.pool.read_layer, layer, places[share].tolist(), room[share[0] : share[-1] + 1])
+            self._readers.submit(
+                self.pool.read_heads, layer, places[share].tolist(), heads[:, share], room[share[0] : share[-1] + 1]
+            )
             for share in shares
         ]
         return room, frozenset().union(*(one.result() for one in reads))
@@ -139,14 +143,15 @@ class SparseRow:
     ) -> frozenset[int]:
         """Attention over a choice's blocks; the places that are lost. lse: as of `block_sparse.attend_blocks`."""
         reader, pool, sources, ids = self._reader, self._reader.pool, self._sources, self._ids
-        num_read, num_disk, lost = int(np.count_nonzero(choice.read)), 0, frozenset[int]()
+        num_read, num_disk, lost = self._count * len(choice.mask), 0, frozenset[int]()
         tensors: tuple[torch.Tensor, ...] = (kv_cache, pool.host)
         if self._last_place >= reader.first_brought:
             brought = np.flatnonzero(choice.read & (self._places >= reader.first_brought))
-            room, lost = reader.bring(layer, self._places[brought])
+            heads = choice.mask[:, brought]
+            room, lost = reader.bring(layer, self._places[brought], heads)
             sources, ids, tensors = sources.copy(), ids.copy(), (kv_cache, pool.host, room)
             sources[brought], ids[brought] = ROOM, np.arange(len(brought))
-            num_disk = int((self._places[brought] >= pool.host_blocks).sum())
+            num_disk = int(np.count_nonzero(heads[:, self._places[brought] >= pool.host_blocks]))
         self.counts.num_disk += num_disk
         self.counts.num_host += num_read - num_disk
         block_sparse.attend_blocks(

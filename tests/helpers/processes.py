@@ -1,18 +1,23 @@
-"""How tests are dealt to several processes: file by file, and all folders that start Ray to one of them."""
+"""How tests are dealt to several processes: file by file, and all files that start Ray to one of them."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 from xdist.scheduler import LoadScopeScheduling
 
-RAY_FOLDERS = ("tests/cluster/", "tests/integration/")
-WITHOUT_RAY = tuple(
-    f"tests/integration/test_{name}" for name in ("attention_maps", "benchmarks", "device", "offload", "prompt_tuning")
-)
+REPO = Path(__file__).resolve().parents[2]
+
+
+@cache
+def _marks_ray(file: str) -> bool:
+    return "mark.ray" in (REPO / file).read_text()
 
 
 def starts_ray(nodeid: str) -> bool:
-    """Whether a test is of a folder whose tests start Ray, and not of one of its files where none does."""
-    return nodeid.startswith(RAY_FOLDERS) and not nodeid.startswith(WITHOUT_RAY)
+    """Whether a test is of a file with tests that may start Ray."""
+    return _marks_ray(nodeid.partition("::")[0])
 
 
 class ByFile(LoadScopeScheduling):

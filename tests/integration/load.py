@@ -50,9 +50,9 @@ class Load:
         return f"{self.num_answered} answered, {len(self.failures)} failed, the slowest in {self.slowest_s:.1f} s"
 
     async def learn(self) -> None:
-        """Ask everything once, while nothing happens; answers are known then."""
+        """Ask everything once, not in streams, while nothing happens; answers are known then."""
         async with self._client(self.num_prompts) as client:
-            await asyncio.gather(*(self.ask(client, number, True) for number in range(self.num_prompts)))
+            await asyncio.gather(*(self.ask(client, number, False) for number in range(self.num_prompts)))
         assert self.failures == []
         assert len(set(self.wanted.values())) == self.num_prompts
 

@@ -103,14 +103,14 @@ def test_an_engine_and_the_registry_are_killed_under_streams(deployed: Deployed)
     """That the engine comes back is for the long forms, and for the roll-out behind this."""
 
     async def scenario() -> None:
-        load, long = Load(deployed.url, length=60), Load(deployed.url, length=1500, num_prompts=4)
+        load, long = Load(deployed.url, length=60), Load(deployed.url, length=1000, num_prompts=2)
         await load.learn()
         await long.learn()
         await both_back(deployed)
         before = await asyncio.to_thread(deployed.num_resumed)
         async with load.running(2):
-            async with long.running(4, streams_only=True):
-                assert hit(await busiest_of(deployed, long, 4), signal.SIGKILL)
+            async with long.running(2, streams_only=True):
+                assert hit(await busiest_of(deployed, long, 2), signal.SIGKILL)
             registry = ray.get_actor(ACTOR_NAME, namespace=namespace_of(APP))
             ray.kill(registry, no_restart=False)  # ingresses keep the engines that they have
             await load.until(6)

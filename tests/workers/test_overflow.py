@@ -240,9 +240,7 @@ def test_sizes_without_sense_are_refused_with_the_numbers(folder: Path) -> None:
 
 def test_more_than_the_disk_has_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(
-        ConfigError, match=rf"overflow_disk_bytes is \d+, but {tmp_path} has 1000 free; choose"
-    ):
+    with pytest.raises(ConfigError, match=rf"overflow_disk_bytes is \d+, but {tmp_path} has 1000 free; choose"):
         engine_of(folder, overflow_disk_bytes=1 << 24, overflow_folder=str(tmp_path))
     with pytest.raises(ConfigError, match="overflow_folder is ''; it must be the path of a folder"):
         engine_of(folder, overflow_folder="")

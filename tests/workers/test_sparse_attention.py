@@ -6,15 +6,20 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.helpers.faulty_disk import FaultyDisk
 from tests.helpers.tiny_model import build_tiny_model
 from tests.workers.harness import Session, make_engine
 from tests.workers.test_overflow import BLOCK, DEVICE_BLOCKS, prompt_of, runner_of
+from tournant.kernels.layout import KVLayout
 from tournant.workers.config import EngineConfig, SparseAttention
+from tournant.workers.device import CpuDevice
 from tournant.workers.engine import Engine
 from tournant.workers.errors import ConfigError
+from tournant.workers.overflow_pool import OverflowPool
 
 LENGTH, NEW = 500, 16
 
@@ -66,7 +71,7 @@ def test_half_of_the_blocks_are_the_same_wherever_they_lie(folder: Path, expecte
         read.append(stats.host_bytes + stats.disk_bytes)
         assert 0 < stats.missed_mass <= stats.chosen_layers
     assert answers == answers[:1] * len(WHERE)
-    assert len(set(read)) == 1
+    assert len(set(read)) == 1  # each head's own half, wherever it lies
     assert answers[0] != expected  # random weights: every token depends on all of its context
 
 
@@ -111,3 +116,27 @@ def test_shares_without_sense_are_refused(folder: Path, budget: float, min_mass:
 def test_without_places_below_there_is_nothing_to_choose() -> None:
     with pytest.raises(ConfigError, match="there are none: give overflow_host_bytes or overflow_disk_bytes too"):
         EngineConfig(sparse_attention=SparseAttention(0.5))
+
+
+def test_heads_are_read_alone(tmp_path: Path) -> None:
+    """From RAM and from disk; what the others hold stays, and a fault costs those who read it."""
+    layout = KVLayout(2, 4, 8, 16, torch.float32)
+    pool = OverflowPool(layout, 3, 6, CpuDevice(), tmp_path, bounds_dtype=torch.float32)
+    tensor = layout.allocate(9).normal_(generator=torch.Generator().manual_seed(0))
+    pool.put(tensor, [(block, block) for block in range(9)])
+    places = [0, 2, 3, 5, 8]
+    heads = np.array([[1, 0, 1, 1, 0], [1, 1, 0, 1, 0], [1, 0, 1, 1, 1], [1, 1, 1, 1, 1]], np.bool_)
+    chosen = torch.from_numpy(heads.T)[:, None, :, None, None]
+    for layer in range(2):
+        found = torch.full((len(places), 1, 2, 4, 8, 16), 7.0)
+        assert pool.read_heads(layer, places, heads, found) == frozenset()
+        assert torch.equal(found[:, 0], torch.where(chosen, tensor[places, layer], 7.0))
+    head_bytes = pool.layer_bytes // 4 // 2
+    at = pool._offset(3 - 3, 1) + 1 * head_bytes  # K of head 1 of place 3 in layer 1
+    pool._file.write(at, memoryview(bytes(head_bytes)))
+    found = torch.full((1, 1, 2, 4, 8, 16), 7.0)
+    assert pool.read_heads(1, [3], np.array([[1], [0], [1], [1]], np.bool_), found) == frozenset()
+    assert pool.read_heads(1, [3], np.array([[0], [1], [1], [0]], np.bool_), found) == frozenset({3})
+    assert found[0, 0, :, 1:3].abs().max() == 0
+    assert torch.equal(found[0, 0, :, 0], tensor[3, 1, :, 0])
+    pool.close()
