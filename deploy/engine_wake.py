@@ -52,7 +52,7 @@ def engines_come(app_name: str, deployment: str) -> bool:
     except (RayError, RayServeException, KeyError) as error:
         logger.warning("what Serve does about engines is not known: %s", error)
         return False
-    return any(count and state.value in COMING for state, count in status.replica_states.items())
+    return any(count and state in COMING for state, count in status.replica_states.items())  # names, or equal to them
 
 
 async def first_engine(ready: asyncio.Event, come: Callable[[], bool], look_s: float, limit_s: float) -> bool:

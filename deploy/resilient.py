@@ -202,7 +202,7 @@ class Ingress(HandleMethods):
         self._frontend: Frontend | None = None
         self._rollout: WeightsClient
         self._pool: EnginePool
-        self._http: HttpSide
+        self._http: HttpSide | None = None
         self._watch: EngineWatch
         self._wake: EngineWake
         self._following: asyncio.Task[None]
@@ -327,15 +327,17 @@ class Ingress(HandleMethods):
         admin_address: where operators are served, None = not by this ingress.
         """
         facts: dict[str, Any] = await self._replicas.describe.remote()
-        return facts | {"num_resumed": self._pool.num_resumed, "admin_address": self._http.admin_address}
+        admin_address = None if self._http is None else self._http.admin_address
+        return facts | {"num_resumed": self._pool.num_resumed, "admin_address": admin_address}
 
     async def end_engine(self) -> None:
         """End all engines now; what runs fails."""
         await self._replicas.broadcast("end_engine").results_async()
 
     async def __del__(self) -> None:
-        """Called by Serve, which awaits it, when this replica ends; requests over HTTP are over then."""
-        await self._http.close()
+        """Called by Serve, which awaits it, when this replica ends, built or not; requests over HTTP are over then."""
+        if self._http is not None:
+            await self._http.close()
         self._following.cancel()
         await self._wake.stop()
         await self._watch.stop()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
+from ray import serve
+from ray.serve._private.common import ReplicaState
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus
 
 from tests.deploy.async_test import async_test, settle
-from tournant.deploy.engine_wake import EngineWake, first_engine
+from tournant.deploy.engine_wake import EngineWake, engines_come, first_engine
 
 
 @async_test
@@ -54,3 +59,20 @@ async def test_an_ingress_does_not_wait_when_no_engine_comes_or_for_ever() -> No
     ready = asyncio.Event()
     assert not await first_engine(ready, lambda: False, look_s=0.001, limit_s=60.0)
     assert not await first_engine(ready, lambda: True, look_s=0.001, limit_s=0.01)
+
+
+@pytest.mark.parametrize("states", [dict, lambda states: {ReplicaState(name): count for name, count in states.items()}])
+def test_engines_come_while_serve_has_or_starts_any(monkeypatch: pytest.MonkeyPatch, states: Any) -> None:
+    """Serve says the names of states, though its types say that they are an enumeration's."""
+
+    def come(**counts: int) -> bool:
+        found = DeploymentStatusOverview("UPDATING", "UNSPECIFIED", states(counts), "")
+        status = ServeStatus(applications={"a": ApplicationStatusOverview("DEPLOYING", "", 0.0, {"Replica": found})})
+        monkeypatch.setattr(serve, "status", lambda: status)
+        return engines_come("a", "Replica")
+
+    assert come(STARTING=1)
+    assert come(STOPPING=2, RUNNING=1)
+    assert not come(STOPPING=2, STARTING=0)
+    assert not come()
+    assert not engines_come("b", "Replica")
