@@ -159,14 +159,11 @@ def attend_blocks(
         raise refuse("q", q, f"[rows, a multiple of {kv_heads}, {size}] on the CPU with the C back end, as out")
     plan = plan or plan_blocks(mask.sum(1), context_len, count, layout, heads)
     group, form = heads // kv_heads, places.tensors[0]
-    starts = [t.data_ptr() + n * t.stride(1) * t.itemsize for t, n in zip(places.tensors, layers, strict=True)]
-    strides = [t.stride(0) * t.itemsize for t in places.tensors]
     chosen, lengths = kernels.blocks.pack_blocks(
         np.ascontiguousarray(mask),
         places.sources,
         places.ids,
-        np.array(starts),
-        np.array(strides),
+        *places.strided(layers),
         plan.block_tables.shape[1],
         tokens * size * form.itemsize,
     )

@@ -42,15 +42,15 @@ class Places:
     ids: npt.NDArray[np.int64]
     packed: torch.Tensor | None = None
 
+    def strided(self, layers: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where the K of layer `layers[s]` of block 0 of each tensor lies, and bytes from block to block."""
+        pairs = zip(self.tensors, layers, strict=True)
+        bases = [tensor.data_ptr() + layer * tensor.stride(1) * tensor.itemsize for tensor, layer in pairs]
+        return np.asarray(bases), np.asarray([tensor.stride(0) * tensor.itemsize for tensor in self.tensors])
+
     def addresses(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
         """Of the K of layer `layers[s]` of every block, s its source. For tensors on the CPU."""
-        bases = np.asarray(
-            [
-                tensor.data_ptr() + layer * tensor.stride(1) * tensor.itemsize
-                for tensor, layer in zip(self.tensors, layers, strict=True)
-            ]
-        )
-        strides = np.asarray([tensor.stride(0) * tensor.itemsize for tensor in self.tensors])
+        bases, strides = self.strided(layers)
         return np.asarray(bases[self.sources] + self.ids * strides[self.sources], dtype=np.int64)
 
 

@@ -30,11 +30,10 @@ from tournant.workers.device import Device
 from tournant.workers.overflow_choice import OverflowChoice
 from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.overflow_ring import NUM_READERS, Fill, OverflowRing, Part
-from tournant.workers.overflow_routes import cut_pieces
+from tournant.workers.overflow_routes import BROUGHT, cut_pieces, resident
 from tournant.workers.sparse_attention import SparseReader
 
 Array = npt.NDArray[np.int64]
-DEVICE, RAM, RING = 0, 1, 2  # sources of blocks
 
 
 class OverflowLost(RuntimeError):  # noqa: N818 - a state of the world
@@ -192,11 +191,6 @@ class OverflowStep:
         """Whether it is known before a layer which blocks of a sequence it reads."""
         return bool(window) or index not in self._sparse_rows
 
-    def _resident(self, index: int) -> tuple[Array, Array]:
-        """Sources and ids of a sequence's blocks where they lie, those on disk as if they were in RAM."""
-        places = self._places[index]
-        return np.where(places < 0, DEVICE, RAM), np.where(places < 0, self._long[index].table, places)
-
     def _route(self, index: int, window: int) -> _Route:
         """A sequence's pieces, cut so that what each walk needs from below fits a part of the ring."""
         if (found := self._routes.get((index, window))) is not None:
@@ -205,7 +199,7 @@ class OverflowStep:
         linked, in_place, num_host = owner.device.has_link, self._in_place[index], owner.pool.host_blocks
         per_piece, pieces = PIECE_TOKENS // owner.pool.layout.block_tokens, -(-rows.context // PIECE_TOKENS)
         first = max(0, rows.context - count - window + 1) // PIECE_TOKENS if window else 0
-        sources, ids = self._resident(index)
+        sources, ids = resident(rows.table, places)
         cuts = cut_pieces(
             places,
             per_piece,
@@ -216,7 +210,7 @@ class OverflowStep:
         )
         walks: list[_Walk] = []
         for cut in cuts:
-            sources[cut.brought], ids[cut.brought] = RING, np.arange(len(cut.brought))
+            sources[cut.brought], ids[cut.brought] = BROUGHT, np.arange(len(cut.brought))
             layout, heads = owner.ring.layout, owner.num_heads
             plan = segments.plan_pieces(count, rows.context, layout, heads, cut.begin, cut.end)
             num_below = int((places[cut.begin * per_piece : cut.end * per_piece] >= 0).sum())

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,7 @@ class OverflowPool:
         num_bounds = 0 if bounds_dtype is None else self.num_blocks
         of_bounds = (layout.num_layers, layout.num_kv_heads, num_bounds, 2, layout.head_size)
         self.bounds = torch.zeros(of_bounds, dtype=bounds_dtype)
+        self.layer_layout = replace(layout, num_layers=1)
         self.layer_bytes = layout.block_bytes // layout.num_layers
         self.bytes_written = 0
         self._disk_blocks = disk_blocks
@@ -262,6 +263,12 @@ class OverflowPool:
                 self.host_pace.spend((end - start) * self.layer_bytes)
         return frozenset(lost)
 
+    def _settle(self, places: Sequence[int]) -> None:
+        """Wait for what is on its way to places of the disk."""
+        for place in places:
+            if (writing := self._writing.get(place)) is not None:
+                writing.result()
+
     def read_heads(
         self, layer: int, places: Sequence[int], heads: npt.NDArray[np.bool_], target: torch.Tensor
     ) -> frozenset[int]:
@@ -270,24 +277,28 @@ class OverflowPool:
         """
         panels = target.view(torch.uint8).numpy().reshape(len(target), 2, self.layout.num_kv_heads, -1)
         lost: set[int] = set()
-        for index, place in enumerate(places):
-            chosen = heads[:, index]
-            if chosen.all():
-                lost |= self.read_layer(layer, [place], target[index : index + 1])
-            elif self.is_on_disk(place):
-                lost |= self._read_panels(layer, place, np.flatnonzero(chosen), panels[index])
-            else:
-                which = torch.from_numpy(np.flatnonzero(chosen))
-                target[index, 0][:, which] = self._layers[layer, place][:, which]
-                self.host_pace.spend(len(which) * self.layer_bytes // len(chosen))
+        whole = np.asarray(heads.all(axis=0))
+        cuts = np.flatnonzero(np.diff(whole)) + 1
+        for part in np.split(np.arange(len(places)), cuts) if places else ():
+            if whole[part].all():
+                start, end = int(part[0]), int(part[-1]) + 1
+                lost |= self.read_layer(layer, places[start:end], target[start:end])
+                continue
+            for index in part.tolist():
+                place, which = places[index], np.flatnonzero(heads[:, index])
+                if self.is_on_disk(place):
+                    lost |= self._read_panels(layer, place, which, panels[index])
+                    continue
+                chosen = torch.from_numpy(which)
+                target[index, 0][:, chosen] = self._layers[layer, place][:, chosen]
+                self.host_pace.spend(len(which) * self.layer_bytes // len(heads))
         return frozenset(lost)
 
     def _read_panels(
         self, layer: int, place: int, heads: npt.NDArray[np.int64], panels: npt.NDArray[np.uint8]
     ) -> set[int]:
         """K and V of some heads of a place of the disk into panels [2, kv_heads, bytes]."""
-        if (writing := self._writing.get(place)) is not None:
-            writing.result()
+        self._settle([place])
         row, panel_bytes = place - self.host_blocks, panels.shape[-1]
         starts = np.r_[0, np.flatnonzero(np.diff(heads) > 1) + 1, len(heads)]
         good = place not in self._broken
@@ -308,9 +319,7 @@ class OverflowPool:
 
     def _read_disk(self, layer: int, places: Sequence[int], rows: npt.NDArray[np.uint8]) -> set[int]:
         """Consecutive places of the disk into consecutive rows."""
-        for place in places:
-            if (writing := self._writing.get(place)) is not None:
-                writing.result()
+        self._settle(places)
         first = places[0] - self.host_blocks
         try:
             self._file.read(self._offset(first, layer), memoryview(rows.reshape(-1).data))

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tournant.kernels.layout import KVLayout
 from tournant.workers.device import Device, Lane, Mark, Stopwatch
 from tournant.workers.overflow_pool import OverflowPool, host_memory
 
@@ -66,8 +65,7 @@ class OverflowRing:
     """NUM_PARTS parts in turn and one beside them. One per shard."""
 
     def __init__(self, pool: OverflowPool, device: Device) -> None:
-        layout = pool.layout
-        self.layout = KVLayout(1, layout.num_kv_heads, layout.block_tokens, layout.head_size, layout.dtype)
+        self.layout = layout = pool.layer_layout
         tokens = LINK_PART_TOKENS if device.has_link else PART_TOKENS
         self.part_blocks = max(tokens, layout.block_tokens) // layout.block_tokens
         self.copies: deque[tuple[int, Stopwatch]] = deque()  # bytes that go over the link, and for how long

@@ -12,6 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
+DEVICE, RAM, BROUGHT = 0, 1, 2  # sources of blocks
+
+
+def resident(table: Array, places: Array) -> tuple[Array, Array]:
+    """Sources and ids of a sequence's blocks where they lie, those on disk as if they were in RAM. table: ids of both
+    halves; places: the same as places below, below 0 for those on the device.
+    """
+    return np.where(places < 0, DEVICE, RAM), np.where(places < 0, table, places)
 
 
 @dataclass(frozen=True, slots=True)

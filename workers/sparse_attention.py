@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 
 from tournant.kernels import block_sparse, segments
-from tournant.kernels.layout import KVLayout
 from tournant.workers.config import SparseAttention
 from tournant.workers.overflow_pool import OverflowPool, page_aligned
+from tournant.workers.overflow_routes import BROUGHT, resident
 
 Array = npt.NDArray[np.int64]
-DEVICE, RAM, ROOM = 0, 1, 2  # sources of blocks
 
 
 @dataclass(slots=True)
@@ -57,8 +56,6 @@ class SparseReader:
         self.settings = settings
         self.num_heads = num_heads
         self.first_brought = first_brought
-        layout = pool.layout
-        self._slice = KVLayout(1, layout.num_kv_heads, layout.block_tokens, layout.head_size, layout.dtype)
         self._readers = readers
         self._num_readers = num_readers
         self._memory = page_aligned(0)
@@ -71,11 +68,12 @@ class SparseReader:
         """A layer of places, one after another, until the next call; and those that are lost, zeros then. heads:
         [kv_heads, places], which of them to bring; the others hold anything.
         """
-        num_bytes = len(places) * self._slice.block_bytes
+        layout = self.pool.layer_layout
+        num_bytes = len(places) * layout.block_bytes
         with torch.inference_mode(False):  # the readers' threads write it
             if num_bytes > len(self._memory):
                 self._memory = page_aligned(num_bytes)
-            room = self._memory[:num_bytes].view(self._slice.dtype).view(self._slice.shape(len(places)))
+            room = self._memory[:num_bytes].view(layout.dtype).view(layout.shape(len(places)))
         shares = [share for share in np.array_split(np.arange(len(places)), self._num_readers) if len(share)]
         reads = [
             self._readers.submit(
@@ -94,10 +92,8 @@ class SparseRow:
         self._context = context
         self._places = places = table - num_device_blocks
         self._last_place = int(places.max())
-        below = places >= 0
-        self._sources = np.where(below, RAM, DEVICE)
-        self._ids = np.where(below, places, table)
-        num_below, layout = int(below.sum()), reader.pool.layout
+        self._sources, self._ids = resident(table, places)
+        num_below, layout = int((places >= 0).sum()), reader.pool.layout
         self._count = max(1, math.ceil(reader.settings.budget * num_below))
         lengths = np.full(layout.num_kv_heads, len(table) - num_below + self._count)
         self._plan = block_sparse.plan_blocks(lengths, context, 1, layout, reader.num_heads)
@@ -150,7 +146,7 @@ class SparseRow:
             heads = choice.mask[:, brought]
             room, lost = reader.bring(layer, self._places[brought], heads)
             sources, ids, tensors = sources.copy(), ids.copy(), (kv_cache, pool.host, room)
-            sources[brought], ids[brought] = ROOM, np.arange(len(brought))
+            sources[brought], ids[brought] = BROUGHT, np.arange(len(brought))
             num_disk = int(np.count_nonzero(heads[:, self._places[brought] >= pool.host_blocks]))
         self.counts.num_disk += num_disk
         self.counts.num_host += num_read - num_disk
