@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tournant.kernels.layout import KV_FORMS, KVLayout
+from tournant.kernels.plan import AttentionPlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,6 +38,30 @@ def check_cache(kv_cache: torch.Tensor, layer: int, kv_scales: torch.Tensor | No
         kv_scales.shape == shape[:4] and kv_scales.dtype == torch.float32 and kv_scales.is_contiguous()
     ):
         raise refuse("kv_scales", kv_scales, f"dense float32 {tuple(shape[:4])}")
+
+
+def check_plan(kv_cache: torch.Tensor, plan: AttentionPlan) -> None:
+    """A checked KV tensor of a plan's layout that holds, with the blocks below, all blocks that the plan reads."""
+    layout, shape, below = plan.layout, kv_cache.shape, plan.below
+    if shape[3:] != (layout.num_kv_heads, layout.block_tokens, layout.head_size):
+        raise refuse("kv_cache", kv_cache, f"of the plan's layout {layout}")
+    if below is None:
+        if shape[0] < plan.num_blocks_needed:
+            raise ValueError(
+                f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks"
+            )
+        return
+    tensor = below.tensor
+    of_layers = tensor.shape[1:] == shape[1:] and (not len(tensor) or tensor[0, 0].is_contiguous())
+    if not of_layers or tensor.dtype != kv_cache.dtype or tensor.dtype == torch.float8_e4m3fn or not tensor.is_cpu:
+        raise refuse("KV below", tensor, f"{kv_cache.dtype} without scales on the CPU, as kv_cache but for the blocks")
+    if not kv_cache.is_cpu:
+        raise ValueError(f"kv_cache is on {kv_cache.device}; blocks below are read in place by the CPU alone")
+    if not 0 <= below.first <= shape[0] or plan.num_blocks_needed > below.first + len(tensor):
+        raise ValueError(
+            f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks, and "
+            f"{len(tensor)} from {below.first} on are below"
+        )
 
 
 def check_heads(name: str, x: torch.Tensor, rows: int, heads: int, kv_cache: torch.Tensor, dtype: torch.dtype) -> None:

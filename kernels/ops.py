@@ -32,6 +32,7 @@ from tournant.kernels.checks import (
     check_gated,
     check_heads,
     check_images,
+    check_plan,
     check_pool,
     check_staging,
     check_store,
@@ -41,7 +42,7 @@ from tournant.kernels.cpu.build import KernelBuildError, load
 from tournant.kernels.cpu.native import NativeKernels
 from tournant.kernels.layers import FusedLayers
 from tournant.kernels.layout import KVLayout
-from tournant.kernels.plan import AttentionPlan, make_plan
+from tournant.kernels.plan import AttentionPlan, BlocksBelow, make_plan
 from tournant.kernels.quantized import QuantizedMatrix
 
 __all__ = [
@@ -336,6 +337,7 @@ def plan_attention(
     num_heads: int,
     *,
     deterministic: bool = False,
+    below: BlocksBelow | None = None,
 ) -> AttentionPlan:
     """Check one step and describe it to `paged_attention` of all its layers; the first of them prepares it (uploads
     it, cuts it into work) for the others.
@@ -343,13 +345,16 @@ def plan_attention(
     block_tables int32 [S, max_blocks], physical block ids, entries beyond a context are not read; query_start int32
     [S+1], rows query_start[s] to query_start[s+1] of q belong to sequence s and are the last of its context_lens[s]
     (int32 [S]) positions; num_heads: query heads of this shard, at most 96 per KV head; deterministic: the bits of a
-    row's attention must not depend on its step. Raises ValueError.
+    row's attention must not depend on its step; below: on a CPU, where blocks lie that the KV cache does not have.
+    Raises ValueError.
     """
     if num_heads > MAX_HEADS_PER_KV_HEAD * layout.num_kv_heads:
         raise ValueError(
             f"{num_heads} heads over {layout.num_kv_heads} KV heads: more than {MAX_HEADS_PER_KV_HEAD} each"
         )
-    return make_plan(block_tables, query_start, context_lens, layout, num_heads, deterministic=deterministic)
+    return make_plan(
+        block_tables, query_start, context_lens, layout, num_heads, deterministic=deterministic, below=below
+    )
 
 
 def static_decode_plan(
@@ -399,13 +404,7 @@ def paged_attention(
     log of the sum of the exponentials of a row's scores.
     """
     check_cache(kv_cache, layer, kv_scales)
-    layout, shape = plan.layout, kv_cache.shape
-    if shape[3] != layout.num_kv_heads or shape[4] != layout.block_tokens or shape[5] != layout.head_size:
-        raise refuse("kv_cache", kv_cache, f"of the plan's layout {layout}")
-    if shape[0] < plan.num_blocks_needed:
-        raise ValueError(
-            f"a block table names block {plan.num_blocks_needed - 1}; the KV cache holds {shape[0]} blocks"
-        )
+    check_plan(kv_cache, plan)
     rows = len(q)
     check_heads("q", q, rows, plan.num_heads, kv_cache, q.dtype)
     check_heads("out", out, rows, plan.num_heads, kv_cache, q.dtype)
@@ -417,7 +416,10 @@ def paged_attention(
         raise ValueError(f"window is {window} and softcap {softcap}; neither may be negative or infinite")
     if lse is not None and not (lse.dtype == torch.float32 and lse.shape == q.shape[:2] and lse.is_contiguous()):
         raise refuse("lse", lse, f"dense float32 {tuple(q.shape[:2])}")
-    kernels_for(q).paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse, kv_scales=kv_scales)
+    kernels = kernels_for(q)
+    if plan.below is not None and kernels is not reference and not isinstance(kernels, NativeKernels):
+        raise ValueError("the plan has blocks below, which Triton's kernels do not read; walk them (segments.walk)")
+    kernels.paged_attention(out, q, kv_cache, layer, plan, scale, window, softcap, lse, kv_scales=kv_scales)
 
 
 def quantized_linear(out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
@@ -461,13 +463,12 @@ def decoder_layers(
     for name, x in (("hidden", hidden), ("residual", residual)):
         if x.shape != (rows, layers.hidden_size) or x.dtype != layers.dtype or not x.is_contiguous():
             raise refuse(name, x, f"dense {layers.dtype} {(rows, layers.hidden_size)}")
+    check_plan(kv_cache, plan)
     heads = (layers.num_heads, layers.num_kv_heads, layers.head_size)
-    shape = (layers.num_kv_heads, layout.block_tokens, layers.head_size)
-    if heads != (plan.num_heads, layout.num_kv_heads, layout.head_size) or kv_cache.shape[3:] != shape:
+    if heads != (plan.num_heads, layout.num_kv_heads, layout.head_size):
         raise refuse("kv_cache", kv_cache, f"of the plan's layout {layout}, which must be that of the layers")
-    fits = kv_cache.itemsize == 1 or kv_cache.dtype == layers.dtype
-    if not fits or kv_cache.shape[0] < plan.num_blocks_needed or rows < plan.num_tokens:
-        raise refuse("kv_cache", kv_cache, f"{layers.dtype} or fp8 of {plan.num_blocks_needed} blocks, for {rows} rows")
+    if rows < plan.num_tokens or (kv_cache.itemsize > 1 and kv_cache.dtype != layers.dtype):
+        raise refuse("kv_cache", kv_cache, f"{layers.dtype} or fp8, for {plan.num_tokens} tokens in {rows} rows")
     for name, x, dtypes in (
         ("positions", positions, (torch.int64, torch.int32)),
         ("slot_mapping", slot_mapping, (torch.int64,)),

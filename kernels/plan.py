@@ -24,6 +24,18 @@ PIECE_TOKENS = 256  # keys of one piece: the unit of the fixed order of summatio
 PARTIAL_EXTRA = 16  # floats beside the sums of a row that is not finished
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksBelow:
+    """A second KV tensor of a step, in memory of the CPU: block ids from `first` on are its blocks, `first` is block 0.
+
+    tensor: as KVLayout shapes it, of the first one's dtype, a layer of a block dense. Its blocks are whole and are only
+    read.
+    """
+
+    first: int
+    tensor: torch.Tensor
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     """A checked step. Make it with `ops.plan_attention`; never change its arrays afterwards.
@@ -31,8 +43,8 @@ class AttentionPlan:
     block_tables int32 [S, max_blocks]; query_start int32 [S+1]; context_lens int32 [S]; num_tokens = query_start[S];
     num_blocks_needed: one more than the largest block id that is read; deterministic: bits of a row's attention must
     not depend on its step (the C back end always keeps that); pieces: (first, end) of the 256-token pieces of every
-    sequence that are walked, end 0 = to the last (see `segments`); native: what the back end prepared from all this
-    once per step, for all layers, or None.
+    sequence that are walked, end 0 = to the last (see `segments`); below: where blocks are that the KV cache lacks, or
+    None; native: what the back end prepared from all this once per step, for all layers, or None.
     """
 
     block_tables: Int32Array
@@ -44,6 +56,7 @@ class AttentionPlan:
     num_blocks_needed: int
     deterministic: bool = False
     pieces: tuple[int, int] = (0, 0)
+    below: BlocksBelow | None = None
     native: Any = field(default=None, repr=False)
 
 
@@ -62,6 +75,7 @@ def make_plan(
     num_heads: int,
     *,
     deterministic: bool = False,
+    below: BlocksBelow | None = None,
 ) -> AttentionPlan:
     """Check and pack the description of one step; see `ops.plan_attention`."""
     tables = _int32(block_tables, "block_tables", 2)
@@ -100,4 +114,5 @@ def make_plan(
         num_tokens=int(starts[-1]),
         num_blocks_needed=int(used.max()) + 1 if used.size else 0,
         deterministic=deterministic,
+        below=below,
     )

@@ -220,7 +220,7 @@ def paged_attention(
         if first == last:
             continue
         table = torch.from_numpy(plan.block_tables[seq, : -(-context // block_tokens)]).long().to(device)
-        blocks = kv_cache[table, layer].float()  # [blocks, 2, kv_heads, block_tokens, hs]
+        blocks = _blocks_of(plan, kv_cache, table, layer).float()  # [blocks, 2, kv_heads, block_tokens, hs]
         if kv_scales is not None:
             blocks *= kv_scales[table, layer][..., None, None]
         keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, dim=1)
@@ -236,6 +236,17 @@ def paged_attention(
         if lse is not None:
             lse[first:last] = scores.logsumexp(-1).t()
         out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values).to(out.dtype)
+
+
+def _blocks_of(plan: AttentionPlan, kv_cache: torch.Tensor, table: torch.Tensor, layer: int) -> torch.Tensor:
+    """A layer of blocks, wherever they lie."""
+    if plan.below is None:
+        return kv_cache[table, layer]
+    below, is_below = plan.below, table >= plan.below.first
+    blocks = kv_cache.new_empty(len(table), *kv_cache.shape[2:])
+    blocks[~is_below] = kv_cache[table[~is_below], layer]
+    blocks[is_below] = below.tensor[table[is_below] - below.first, layer]
+    return blocks
 
 
 def merge_states(

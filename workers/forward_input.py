@@ -17,9 +17,10 @@ import xxhash
 
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import BlocksBelow
 from tournant.workers.batch import UNKNOWN_TOKEN, Batch
 from tournant.workers.device import Device
-from tournant.workers.overflow_attention import LongRows, OverflowAttention, OverflowStep
+from tournant.workers.overflow_attention import InPlaceStep, LongRows, OverflowAttention, OverflowStep
 
 ROW_MULTIPLE = 16  # matmul rows are padded to this in deterministic mode (DESIGN.md section 9)
 
@@ -30,8 +31,8 @@ class ForwardInput:
     rope_positions: rows of the RoPE tables (the position, or the row of its long-prompt twin);
     sample_rows: int64 [num_samples], row whose hidden state yields each sampled token; sample_seqs: int64
     [num_samples], row of the batch (`Batch.rows`) that it belongs to; only_decodes: every sequence has one token;
-    plan: attention of this step; overflow: its attention instead, when some sequences have blocks below the device.
-    Tensors are on the device.
+    plan: attention of this step; overflow: its attention instead, when some sequences have blocks below the device;
+    in_place: when the plan names such blocks. Tensors are on the device.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +44,7 @@ class ForwardInput:
     only_decodes: bool
     plan: ops.AttentionPlan
     overflow: OverflowStep | None = None
+    in_place: InPlaceStep | None = None
 
 
 class InputBuilder:
@@ -101,9 +103,10 @@ class InputBuilder:
         slots = tables[entry_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         query_start[1:] = ends
-        overflow = self._overflow_step(tables, query_start, context_lens)
+        overflow, in_place = self._overflow_step(tables, query_start, context_lens)
         hot = slice(0, len(rows) if overflow is None else 0)
-        plan = self._plan(tables[hot], query_start[: hot.stop + 1], context_lens[hot])
+        below = None if in_place is None else in_place.below
+        plan = self._plan(tables[hot], query_start[: hot.stop + 1], context_lens[hot], below)
         padding = -num_tokens % ROW_MULTIPLE if self._deterministic else 0
         input_ids, rope_positions, slot_mapping, sample_rows, sample_seqs, unknown_at, unknown_seqs = (
             self._device.upload(
@@ -127,13 +130,18 @@ class InputBuilder:
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
             num_tokens=num_tokens,
-            only_decodes=num_tokens == len(rows) and overflow is None,
+            only_decodes=num_tokens == len(rows) and overflow is None and in_place is None,
             plan=plan,
             overflow=overflow,
+            in_place=in_place,
         )
 
     def _plan(
-        self, tables: npt.NDArray[np.int32], query_start: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int64]
+        self,
+        tables: npt.NDArray[np.int32],
+        query_start: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[np.int64],
+        below: BlocksBelow | None = None,
     ) -> ops.AttentionPlan:
         return ops.plan_attention(
             torch.from_numpy(tables),
@@ -142,17 +150,19 @@ class InputBuilder:
             self._layout,
             self._num_heads,
             deterministic=self._deterministic,
+            below=below,
         )
 
     def _overflow_step(
         self, tables: npt.NDArray[np.int32], query_start: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int64]
-    ) -> OverflowStep | None:
-        """Attention of a step in which a sequence has blocks below, None for any other."""
-        if self.overflow is None:
-            return None
-        below = self.overflow.find(tables, -(-context_lens // self._layout.block_tokens))
-        if not below.any():
-            return None
+    ) -> tuple[OverflowStep | None, InPlaceStep | None]:
+        """One of them for a step in which a sequence has blocks below."""
+        found = None if self.overflow is None else self.overflow.find(tables, context_lens)
+        if self.overflow is None or found is None or not found.any():
+            return None, None
+        if (in_place := self.overflow.in_place(tables, found, context_lens, np.diff(query_start))) is not None:
+            return None, in_place
+        below = np.asarray(found.any(axis=1), dtype=np.bool_)
         hot: list[tuple[slice, ops.AttentionPlan]] = []
         long: list[LongRows] = []
         edges = np.flatnonzero(np.diff(below, prepend=~below[:1], append=~below[-1:]))
@@ -167,7 +177,7 @@ class InputBuilder:
                 context = int(context_lens[entry])
                 table = tables[entry, : -(-context // self._layout.block_tokens)].astype(np.int64)
                 long.append(LongRows(entry, rows, context, table))
-        return self.overflow.step(hot, long)
+        return self.overflow.step(hot, long), None
 
     def remember(self, step: ForwardInput, tokens: torch.Tensor) -> None:
         """Note the tokens [num_samples] of a step, on the device, for later batches that do not know them."""

@@ -31,7 +31,7 @@ from tournant.workers.models.decoder import REVISION, Decoder
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.models.linear import can_pack
-from tournant.workers.overflow_attention import OverflowAttention, OverflowStep
+from tournant.workers.overflow_attention import InPlaceStep, OverflowAttention, OverflowStep
 from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.sampler import Logprobs, Sampled, Sampler
 from tournant.workers.warm_up import kinds_of_steps, largest_batch
@@ -56,7 +56,7 @@ class DeviceStep:
         device: Device,
         sampled: Sampled | None,
         prompts: dict[int, list[Logprobs]],
-        overflow: OverflowStep | None,
+        overflow: OverflowStep | InPlaceStep | None,
     ) -> None:
         self.sampled = sampled
         self._overflow = overflow
@@ -288,7 +288,7 @@ class ModelRunner:
             positions = np.asarray([batch.starts[entry] + batch.counts[entry] for entry in batch.sampling])
             sampled = self.sampler.sample(logits, rows, positions)
             self.inputs.remember(step, sampled.tokens)
-        return DeviceStep(self.device, sampled, prompts, step.overflow)
+        return DeviceStep(self.device, sampled, prompts, step.overflow or step.in_place)
 
     def _sampling_logits(self, hidden: torch.Tensor, step: ForwardInput) -> torch.Tensor:
         rows = step.sample_rows

@@ -5,7 +5,8 @@ long sequence's keys are walked in pieces (kernels/segments.py): blocks of the d
 come through the ring (overflow_ring.py) while the walk before is computed. The order of all reads of a step is known
 when it begins, so the next layer's are under way before it starts.
 
-Blocks in RAM are read in place or come through the ring as well. On a CPU all is one memory. On a device with a link,
+Blocks in RAM are read in place or come through the ring as well. On a CPU all is one memory, and a step that needs
+nothing else reads it by the ordinary calls, all layers in one (`InPlaceStep`). On a device with a link,
 in place means that queries go down, the CPU walks all pieces of which nothing is on the device, and the rows' states
 come up, from which the device goes on; nothing of that is captured in graphs.
 
@@ -15,7 +16,7 @@ Invariant: what attends reads a part of the ring only between the end of its fil
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from tournant.kernels import ops, segments
-from tournant.kernels.plan import PARTIAL_EXTRA, PIECE_TOKENS, AttentionPlan
+from tournant.kernels.plan import PARTIAL_EXTRA, PIECE_TOKENS, AttentionPlan, BlocksBelow
 from tournant.workers.config import SparseAttention
 from tournant.workers.device import Device
 from tournant.workers.overflow_choice import OverflowChoice
@@ -139,15 +140,51 @@ class OverflowAttention:
         while copies and (seconds := copies[0][1].seconds()) is not None:
             self.choice.observe_copy(copies.popleft()[0], seconds, now)
 
-    def find(self, tables: npt.NDArray[np.int32], num_used: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which sequences of a step have blocks below. tables [S, blocks]; num_used [S], of each row."""
-        below = tables >= self.num_device_blocks
-        below &= np.arange(tables.shape[1]) < num_used[:, None]
-        return np.asarray(below.any(axis=1), dtype=np.bool_)
+    def find(self, tables: npt.NDArray[np.int32], context_lens: Array) -> npt.NDArray[np.bool_]:
+        """Which blocks of a step's sequences are below. tables [S, blocks]; context_lens [S]."""
+        num_used = -(-context_lens // self.pool.layout.block_tokens)
+        used = np.arange(tables.shape[1]) < num_used[:, None]
+        return np.asarray((tables >= self.num_device_blocks) & used, dtype=np.bool_)
+
+    def in_place(
+        self, tables: npt.NDArray[np.int32], below: npt.NDArray[np.bool_], context_lens: Array, counts: Array
+    ) -> InPlaceStep | None:
+        """A step that reads all of its blocks below where they lie; None where it cannot.
+
+        tables [S, blocks], below: of `find`; context_lens, counts [S]: tokens, and rows among them.
+        """
+        is_on_disk = below & (tables >= self.num_device_blocks + self.pool.host_blocks)
+        if self.way != "in_place" or self.device.has_link or self.sparse is not None or is_on_disk.any():
+            return None
+        if ops.backend(self.device.torch_device) == "triton":
+            return None
+        per_piece, num_read = PIECE_TOKENS // self.pool.layout.block_tokens, 0
+        for window, num_layers in Counter(self.windows).items():
+            first = (
+                np.maximum(0, context_lens - counts - window + 1) // PIECE_TOKENS * per_piece if window else 0 * counts
+            )
+            num_read += num_layers * int((below & (np.arange(tables.shape[1]) >= first[:, None])).sum())
+        return InPlaceStep(self, num_read)
 
     def step(self, hot: list[tuple[slice, AttentionPlan]], long: list[LongRows]) -> OverflowStep:
         """The attention of a step whose other rows are those of `hot`."""
         return OverflowStep(self, hot, long)
+
+
+class InPlaceStep:
+    """A step whose blocks below are read where they lie, by what reads those of the device. below: for its plan;
+    num_read: layers of blocks; lost: as of OverflowStep, RAM loses none.
+    """
+
+    def __init__(self, owner: OverflowAttention, num_read: int) -> None:
+        self.below = BlocksBelow(owner.num_device_blocks, owner.pool.host)
+        self.lost: dict[int, frozenset[int]] = {}
+        self._pool = owner.pool
+        self._num_read = num_read
+
+    def counts(self) -> dict[str, float]:
+        """As of OverflowStep."""
+        return {"written_bytes": self._pool.take_written(), "host_bytes": self._num_read * self._pool.layer_bytes}
 
 
 class OverflowStep:
@@ -210,11 +247,13 @@ class OverflowStep:
         )
         walks: list[_Walk] = []
         for cut in cuts:
-            sources[cut.brought], ids[cut.brought] = BROUGHT, np.arange(len(cut.brought))
+            brought = np.asarray(cut.brought, dtype=np.int64)
+            brought = brought[np.argsort(places[brought])]  # neighbours below come in one piece
+            sources[brought], ids[brought] = BROUGHT, np.arange(len(brought))
             layout, heads = owner.ring.layout, owner.num_heads
             plan = segments.plan_pieces(count, rows.context, layout, heads, cut.begin, cut.end)
             num_below = int((places[cut.begin * per_piece : cut.end * per_piece] >= 0).sum())
-            walks.append(_Walk(plan, places[cut.brought].tolist(), cut.on_cpu, num_below))
+            walks.append(_Walk(plan, places[brought].tolist(), cut.on_cpu, num_below))
         seen = places[first * per_piece :]
         num_disk = int((seen >= num_host).sum())
         num_streamed = sum(sum(place < num_host for place in walk.brought) for walk in walks)
@@ -323,12 +362,11 @@ class OverflowStep:
         """What was read of the overflow, by names of OverflowStats. Call it when all layers are over."""
         pool, sparse = self._owner.pool, [row.counts for row in self._sparse_rows.values()]
         self._owner.observe()
-        written, pool.bytes_written = pool.bytes_written, 0
         head_bytes = pool.layer_bytes // pool.layout.num_kv_heads
         sparse_bytes = sum(row.num_host for row in sparse) * head_bytes
         streamed_bytes = sparse_bytes if self._owner.way == "streamed" else 0
         return {
-            "written_bytes": written,
+            "written_bytes": pool.take_written(),
             "host_bytes": self._num_host * pool.layer_bytes + sparse_bytes,
             "disk_bytes": self._num_disk * pool.layer_bytes + sum(row.num_disk for row in sparse) * head_bytes,
             "streamed_bytes": self._num_streamed * pool.layer_bytes + streamed_bytes,

@@ -103,7 +103,7 @@ class OverflowPool:
         self.bounds = torch.zeros(of_bounds, dtype=bounds_dtype)
         self.layer_layout = replace(layout, num_layers=1)
         self.layer_bytes = layout.block_bytes // layout.num_layers
-        self.bytes_written = 0
+        self._written = 0
         self._disk_blocks = disk_blocks
         self._sums = np.zeros((disk_blocks, layout.num_layers), np.uint64)
         of_panels = (disk_blocks if num_bounds else 0, layout.num_layers, 2, layout.num_kv_heads)
@@ -138,6 +138,11 @@ class OverflowPool:
                 "overflow_folder"
             )
 
+    def take_written(self) -> int:
+        """Bytes that were put since the last call."""
+        written, self._written = self._written, 0
+        return written
+
     def is_on_disk(self, place: int) -> bool:
         """Whether a place is not in RAM."""
         return place >= self.host_blocks
@@ -150,7 +155,7 @@ class OverflowPool:
             self._send(tensor, pairs)
         else:
             self._copy(tensor, pairs)
-        self.bytes_written += len(pairs) * self.layout.block_bytes
+        self._written += len(pairs) * self.layout.block_bytes
         self.host_pace.spend(len(pairs) * self.layout.block_bytes)
 
     def _copy(self, tensor: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -254,13 +259,19 @@ class OverflowPool:
         """
         rows = target.view(torch.uint8).numpy().reshape(len(target), self.layer_bytes)
         lost: set[int] = set()
-        for start, end in self.runs(places):
-            first = places[start]
-            if self.is_on_disk(first):
-                lost |= self._read_disk(layer, places[start:end], rows[start:end])
-            else:
-                target[start:end, 0].copy_(self._layers[layer, first : first + end - start])
-                self.host_pace.spend((end - start) * self.layer_bytes)
+        wanted = np.asarray(places, dtype=np.int64)
+        on_disk = wanted >= self.host_blocks
+        for part in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(on_disk)) + 1) if len(wanted) else ():
+            first, end = int(part[0]), int(part[-1]) + 1
+            if not on_disk[first]:
+                source = self._layers[layer].view(torch.uint8).view(self.host_blocks, self.layer_bytes)
+                out = torch.from_numpy(rows[first:end])
+                torch.index_select(source, 0, torch.from_numpy(wanted[first:end]), out=out)
+                self.host_pace.spend((end - first) * self.layer_bytes)
+                continue
+            for start, stop in self.runs(places[first:end]):
+                run = slice(first + start, first + stop)
+                lost |= self._read_disk(layer, places[run], rows[run])
         return frozenset(lost)
 
     def _settle(self, places: Sequence[int]) -> None:

@@ -25,8 +25,7 @@ from tournant.workers.device import Device, Lane, Mark, Stopwatch
 from tournant.workers.overflow_pool import OverflowPool, host_memory
 
 NUM_PARTS = 3  # one that is read, two that are filled
-PART_TOKENS = 1024  # of one layer
-LINK_PART_TOKENS = 4096  # so that a copy takes longer than giving it to a GPU
+PART_TOKENS = 4096  # of one layer, so that a copy takes longer than asking for it, and giving it to a GPU
 NUM_READERS = 2
 
 
@@ -66,8 +65,7 @@ class OverflowRing:
 
     def __init__(self, pool: OverflowPool, device: Device) -> None:
         self.layout = layout = pool.layer_layout
-        tokens = LINK_PART_TOKENS if device.has_link else PART_TOKENS
-        self.part_blocks = max(tokens, layout.block_tokens) // layout.block_tokens
+        self.part_blocks = max(PART_TOKENS, layout.block_tokens) // layout.block_tokens
         self.copies: deque[tuple[int, Stopwatch]] = deque()  # bytes that go over the link, and for how long
         self.readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="overflow-reader")
         self._pool = pool

@@ -55,6 +55,8 @@ struct layer {
     int64_t num_threads;
     const int64_t *addresses; /* [num_seqs][max_blocks]: bytes from kv to each block's K of this layer; null: by id */
     float *state;             /* [rows][num_heads][head_size + PARTIAL_EXTRA]: of walks that end before a row's last key */
+    const void *below;        /* K of this layer of the block `first_below`, or null; ids before it are blocks of kv */
+    int64_t below_stride, first_below;
 };
 
 /* Pieces of a tile of query tokens whose last one sees `limit` keys. */

@@ -46,6 +46,8 @@ struct step { /* arguments of decoder_layers; every field 8 bytes; strides in el
     float *scales; /* of e4m3: K of layer 0, block 0; else NULL */
     int64_t rows, num_tokens, hidden_size, inner_size, num_heads, num_kv_heads, head_size;
     int64_t block_tokens, num_slots, block_stride, layer_stride, value_offset, scale_stride, form, gelu, num_threads;
+    const void *below; /* K of layer 0 of the block `first_below`, or NULL */
+    int64_t below_stride, first_below, below_layer_stride;
     double eps;
     float scale, softcap;
 };

@@ -24,12 +24,12 @@ from tournant.kernels.reference import row_error
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _PLAN = struct.Struct("6P11q")  # struct plan
-_LAYER = struct.Struct("5P7qffq2P")  # struct layer
+_LAYER = struct.Struct("5P7qffq3P2q")  # struct layer
 _STORE = struct.Struct("9P16q")  # struct store
 _MATRIX = struct.Struct("2P3q")  # struct matrix
 _PRODUCT = struct.Struct("2P6q")  # struct product
 _WEIGHTS = struct.Struct("7P5q")  # struct layer_weights
-_STEP = struct.Struct("11P16qdff")  # struct step
+_STEP = struct.Struct("11P16qP3qdff")  # struct step
 _FORMS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # enum form; 0: the type of the activations
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum type
 _COUNTS_AT = 6 * 8 + 6 * 8  # num_units, num_splits, num_partials in struct plan
@@ -278,6 +278,7 @@ class NativeKernels:
             torch.get_num_threads(),
             0,
             0,
+            *_below(plan, layer)[:3],
         )
         self._paged_attention[q.dtype](ctypes.addressof(native.packed), packed)
 
@@ -315,6 +316,9 @@ class NativeKernels:
             torch.get_num_threads(),
             addresses.ctypes.data,
             0 if state is None else state.data_ptr(),
+            0,
+            0,
+            0,
         )
         self._paged_attention[q.dtype](ctypes.addressof(plan.native.packed), packed)
 
@@ -380,6 +384,7 @@ class NativeKernels:
             _FORMS.get(kv_cache.dtype, 0),
             layers.gelu,
             torch.get_num_threads(),
+            *_below(plan, 0),
             layers.eps,
             layers.scale,
             layers.softcap,
@@ -395,6 +400,15 @@ def _panels(pool: torch.Tensor, ids: torch.Tensor, images: torch.Tensor) -> tupl
     """Number of blocks, bytes from image to image, panels of a block, elements of a panel."""
     layers, kinds, heads, tokens, size = pool.shape[1:]
     return len(ids), images.stride(0), layers * kinds * heads, tokens * size
+
+
+def _below(plan: AttentionPlan, layer: int) -> tuple[int, int, int, int]:
+    """Address of a layer in the first block below, from block to block, the id of that block, from layer to layer."""
+    if plan.below is None:
+        return 0, 0, 0, 0
+    tensor = plan.below.tensor
+    block_stride, layer_stride = tensor.stride()[:2]
+    return tensor.data_ptr() + layer * layer_stride * tensor.itemsize, block_stride, plan.below.first, layer_stride
 
 
 def _scales(kv_scales: torch.Tensor | None, layer: int) -> tuple[int, int]:

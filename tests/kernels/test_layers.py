@@ -14,11 +14,13 @@ from tests.kernels.kernel_case import DTYPES
 from tournant.kernels import ops
 from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import BlocksBelow
 from tournant.kernels.quantized import QuantizedMatrix, pack
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE, EPS, SCALE = 64, 96, 4, 2, 16, 1e-5, 0.25
 LENGTHS, PADDING = (5, 1, 20), 6
 ROWS = sum(LENGTHS) + PADDING
+LAYOUT = (3, KV_HEADS, 8, SIZE)
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -50,7 +52,7 @@ class Step:
     form: torch.dtype | None = None  # of KV, where it is another
 
     def __post_init__(self) -> None:
-        layout = KVLayout(3, KV_HEADS, 8, SIZE, self.form or self.dtype)
+        layout = KVLayout(*LAYOUT, self.form or self.dtype)
         self.kv_cache, self.kv_scales = layout.allocate(8), layout.allocate_scales(8)
         tables = np.array([[0, 0, 0], [1, 0, 0], [2, 3, 4]], np.int32)
         self.plan = ops.plan_attention(tables, np.cumsum([0, *LENGTHS]), np.array(LENGTHS), layout, HEADS)
@@ -110,6 +112,36 @@ def test_the_bits_of_single_calls(
             assert ours is others is None or torch.equal(ours.view(torch.uint8), others.view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("form", [None, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_below_are_read_where_they_lie(dtype: torch.dtype, form: torch.dtype | None) -> None:
+    layers = layers_of(dtype)
+    prompt = Step(dtype, form)
+    prompt.fused(layers)
+    decode, scattered = Step(dtype, form), Step(dtype, form)
+    tables = np.array([[0, 0, 0], [1, 0, 0], [2, 3, 4]], np.int32)
+    moved = np.array([[0, 0, 0], [1, 0, 0], [11, 10, 4]], np.int32)  # blocks 8 and 9 of the device there are not
+    below = torch.full((5, *prompt.kv_cache.shape[1:]), float("nan"), dtype=torch.float32).to(prompt.kv_cache.dtype)
+    below = below.transpose(0, 1).contiguous().transpose(0, 1)  # layers outermost
+    below[3], below[2] = prompt.kv_cache[2], prompt.kv_cache[3]
+    for step, table in ((decode, tables), (scattered, moved)):
+        step.kv_cache.copy_(prompt.kv_cache)
+        where = None if step is decode else BlocksBelow(8, below)
+        contexts = np.array(LENGTHS) + 1
+        step.plan = ops.plan_attention(
+            table, [0, 1, 2, 3], contexts, KVLayout(*LAYOUT, step.kv_cache.dtype), HEADS, below=where
+        )
+        step.hidden, step.residual = step.hidden[:3].clone(), step.residual[:3].clone()
+        step.positions = torch.tensor(LENGTHS)
+        step.slots = torch.tensor([int(table[row, length // 8]) * 8 + length % 8 for row, length in enumerate(LENGTHS)])
+    scattered.kv_cache.view(torch.uint8)[2:4] = 0x7F  # of every form no number
+    decode.fused(layers)
+    scattered.fused(layers)
+    assert decode.hidden.isfinite().all()
+    assert torch.equal(scattered.hidden, decode.hidden)
+    assert torch.equal(scattered.residual, decode.residual)
+
+
 def test_rows_out_of_range_write_nothing() -> None:
     layers = layers_of(torch.float32)
     for name, value, message in (
@@ -131,7 +163,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("residual is", lambda s: setattr(s, "residual", s.residual[:4])),
         ("positions is", lambda s: setattr(s, "positions", s.positions.float())),
         ("slot_mapping is", lambda s: setattr(s, "slots", s.slots[:4])),
-        ("kv_cache is", lambda s: setattr(s, "kv_cache", s.kv_cache[:2])),
+        ("names block 4; the KV cache holds 2", lambda s: setattr(s, "kv_cache", s.kv_cache[:2])),
         ("kv_cache is", lambda s: setattr(s, "kv_cache", s.kv_cache.bfloat16())),
         ("needs kv_scales", lambda s: setattr(s, "kv_cache", s.kv_cache.to(torch.float8_e4m3fn))),
         ("layer is 2", lambda s: setattr(s, "kv_cache", s.kv_cache[:, :2].contiguous())),

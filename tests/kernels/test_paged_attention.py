@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from tests.kernels.kernel_case import DTYPES, LAYER, TOLERANCE, Case
 from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import BlocksBelow
 
 SHAPES = [(9, 3, 64, 16), (4, 2, 64, 8), (4, 4, 80, 32), (32, 1, 16, 64), (8, 2, 128, 256), (2, 1, 256, 16)]
 
@@ -132,6 +134,60 @@ def test_impossible_plans_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ops.plan_attention(tables, starts, contexts, layout_of(torch.float32), heads)
+
+
+def moved_below(case: Case) -> tuple[npt.NDArray[np.int32], torch.Tensor]:
+    """Tables of the case with every other whole block in a tensor of its own, and that; NaN lies where they were."""
+    first, tables = len(case.kv_cache), case.tables.copy()
+    below = torch.full((2, first, *case.kv_cache.shape[2:]), float("nan"), dtype=case.layout.dtype).transpose(0, 1)
+    for seq, length in enumerate(case.lengths):
+        for index in range(seq % 2, length // case.layout.block_tokens, 2):
+            block = case.tables[seq, index]
+            tables[seq, index] = 2 * first - 1 - block
+            below[first - 1 - block] = case.kv_cache[block]
+            case.kv_cache[block] = float("nan")
+    return tables, below
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 40}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("block_tokens", [8, 16, 64])
+@pytest.mark.usefixtures("backend")
+def test_blocks_below_are_read_where_they_lie(block_tokens: int, how: dict[str, float]) -> None:
+    case = Case(KVLayout(2, 3, block_tokens, 64, torch.float32), [700, 5, 129], num_heads=9)
+    for seq, length in enumerate(case.lengths):
+        case.store(seq, 0, length)
+    q = torch.cat([case.q[case.rows(0, 690, 700)], case.q[case.rows(1, 4, 5)], case.q[case.rows(2, 0, 129)]])
+
+    def attended(tables: npt.NDArray[np.int32], below: BlocksBelow | None) -> torch.Tensor:
+        plan = ops.plan_attention(tables, [0, 10, 11, 140], case.lengths, case.layout, 9, below=below)
+        out = torch.full_like(q, float("nan"))
+        ops.paged_attention(out, q, case.kv_cache, LAYER, plan, case.scale, **how)  # type: ignore[arg-type]
+        return out
+
+    expected = attended(case.tables, None)
+    tables, below = moved_below(case)
+    found = attended(tables, BlocksBelow(len(case.kv_cache), below))
+    assert torch.equal(found, expected)
+    assert found.isfinite().all()
+
+
+def test_blocks_below_that_are_not_there_are_refused() -> None:
+    case = Case(layout_of(torch.float32), [40], num_heads=9)
+    case.store(0, 0, 40)
+    tables, below = moved_below(case)
+    first = len(case.kv_cache)
+    for message, wrong in (
+        (r"names block \d+; the KV cache holds \d blocks, and 1 from", BlocksBelow(first, below[:1])),
+        ("KV below is", BlocksBelow(first, below.half())),
+        ("KV below is", BlocksBelow(first, below[:, :1])),
+        ("KV below is", BlocksBelow(first, below.transpose(4, 5))),
+        ("from 9 on are below", BlocksBelow(9, below)),
+    ):
+        plan = ops.plan_attention(tables, [0, 40], [40], case.layout, 9, below=wrong)
+        out = torch.zeros_like(case.q)
+        with pytest.raises(ValueError, match=message):
+            ops.paged_attention(out, case.q, case.kv_cache, LAYER, plan, case.scale)
+        assert not out.any()
 
 
 def test_impossible_calls_are_refused() -> None:

@@ -35,13 +35,17 @@ def test_four_thousand_tokens_over_a_pool_of_500() -> None:
     params = SamplingParams(max_tokens=16, **GREEDY)
     with llm_of(4096) as llm:
         prompt = text_of(llm, 4000)
-        (want,) = llm.generate([prompt], params, use_tqdm=False)
+        want, short = llm.generate([prompt, prompt[:1000]], params, use_tqdm=False)
     with llm_of(496, **BELOW) as llm:
         (found,) = llm.generate([prompt], params, use_tqdm=False)
         stats = llm.engine_stats.overflow
     assert found.outputs[0].token_ids == want.outputs[0].token_ids
     assert stats.host_bytes > 0
     assert stats.disk_bytes > 0
+    with llm_of(128, overflow_host_bytes=1024 * TOKEN_BYTES) as llm:  # by the calls that read the device's blocks
+        (found,) = llm.generate([prompt[:1000]], params, use_tqdm=False)
+        assert llm.engine_stats.overflow.host_bytes > 0
+    assert found.outputs[0].token_ids == short.outputs[0].token_ids
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import random
 import shutil
 from collections.abc import Iterator
@@ -83,14 +84,42 @@ def test_eight_thousand_tokens_over_a_pool_of_128(
     assert (session.outputs[again][0].cached_tokens or 0) >= 8192 - DEVICE_BLOCKS * 16 - 16
 
 
+def test_all_of_it_in_ram_is_read_where_it_lies(folder: Path, expected: dict[tuple[int, int], list[int]]) -> None:
+    engine = engine_of(folder, overflow_host_bytes=520 * BLOCK, overflow_disk_bytes=0)
+    assert Session(engine).ask([prompt_of(8192)], max_tokens=24) == [expected[8192, 0]]
+    counts = engine.stats().overflow
+    assert (counts.disk_bytes, counts.streamed_bytes) == (0, 0)
+    assert counts.host_bytes > 24 * (8192 // 16 - DEVICE_BLOCKS) * BLOCK
+
+
+@pytest.mark.parametrize("disk", [0, 512])
 @pytest.mark.parametrize("how", HOW)
-def test_several_at_once_with_short_ones(folder: Path, expected: dict[tuple[int, int], list[int]], how: str) -> None:
-    session = Session(engine_of(folder, overflow_attention=how))
+def test_several_at_once_with_short_ones(
+    folder: Path, expected: dict[tuple[int, int], list[int]], how: str, disk: int
+) -> None:
+    places = {"overflow_host_bytes": (64 if disk else 512) * BLOCK, "overflow_disk_bytes": disk * BLOCK}
+    session = Session(engine_of(folder, overflow_attention=how, **places))
     short = [prompt_of(40, 7), prompt_of(25, 8)]
     alone = [Session(make_engine(folder, 64)).ask([prompt], max_tokens=24)[0] for prompt in short]
     long = [prompt_of(1000, 1), prompt_of(1000, 2), prompt_of(1500, 3)]
     found = session.ask([long[0], short[0], long[1], short[1], long[2]], max_tokens=24)
     assert found == [expected[1000, 1], alone[0], expected[1000, 2], alone[1], expected[1500, 3]]
+
+
+def test_places_of_a_sequence_that_ended_are_read_in_long_runs(
+    folder: Path, expected: dict[tuple[int, int], list[int]]
+) -> None:
+    """They are given out last block first, so that the next sequence's lie there the other way round."""
+    engine = engine_of(folder, overflow_host_bytes=0, overflow_disk_bytes=66 * BLOCK)
+    session, pool = Session(engine), runner_of(engine).overflow
+    assert pool is not None
+    assert session.ask([prompt_of(1000, 1)], max_tokens=24) == [expected[1000, 1]]
+    runs: list[int] = []
+    read = pool._read_disk
+    pool._read_disk = lambda layer, places, rows: runs.append(len(places)) or read(layer, places, rows)  # type: ignore[func-returns-value, method-assign]
+    assert session.ask([prompt_of(1000, 2)], max_tokens=24) == [expected[1000, 2]]
+    last = runs[-4:]  # of the last step's two layers
+    assert sum(last) >= 2 * (1000 // 16 - DEVICE_BLOCKS)
 
 
 def test_forks_share_what_is_below(folder: Path) -> None:
@@ -220,10 +249,11 @@ def test_families_with_windows_and_caps(family: str, tmp_path: Path) -> None:
     prompt = prompt_of(400, 9)
     want = Session(make_engine(folder, 64)).ask([prompt], max_tokens=8)
     assert len(want[0]) == 8
-    for how in HOW[:2]:
-        engine = make_engine(folder, 6, overflow_attention=how, overflow_disk_bytes=1 << 24)
+    for how, place in itertools.product(HOW[:2], ("disk", "host")):
+        engine = make_engine(folder, 6, overflow_attention=how, **{f"overflow_{place}_bytes": 1 << 24})
         assert Session(engine).ask([prompt], max_tokens=8) == want
-        assert engine.stats().overflow.disk_bytes > 0
+        counts = engine.stats().overflow
+        assert counts.disk_bytes + counts.host_bytes == getattr(counts, f"{place}_bytes") > 0
 
 
 def test_a_form_with_scales_is_refused(folder: Path) -> None:

@@ -54,7 +54,7 @@ MakeEngine = Callable[..., Engine]
 @pytest.fixture
 def engine_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     """Makes an engine over a pool of 8 blocks and a link; in the end nothing on either side of it was a race."""
-    monkeypatch.setattr(overflow_ring, "LINK_PART_TOKENS", 256)
+    monkeypatch.setattr(overflow_ring, "PART_TOKENS", 256)
     devices: list[LinkedCpu] = []
 
     def make(folder: Path, way: str, num_blocks: int = DEVICE_BLOCKS, **config: Any) -> Engine:
