@@ -5,6 +5,7 @@ Owns the pool tensor and its form, how large it may be, and nothing about who us
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tournant.kernels import ops
 from tournant.kernels.layout import KVLayout
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError
+from tournant.workers.host_memory import page_aligned
 
 DEFAULT_POOL_BYTES = 1 << 30
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -112,7 +114,11 @@ class KVCache:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.tensor = layout.allocate(num_blocks, device)
+        shape = layout.shape(num_blocks)
+        if device.type == "cpu":
+            self.tensor = page_aligned(math.prod(shape) * layout.dtype.itemsize).view(layout.dtype).view(shape)
+        else:
+            self.tensor = layout.allocate(num_blocks, device)
         self.scales = layout.allocate_scales(num_blocks, device)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

@@ -17,9 +17,9 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -34,10 +34,11 @@ from tournant.kernels import ops
 from tournant.kernels.block_sparse import key_bounds
 from tournant.kernels.layout import KVLayout
 from tournant.kvstore.config import PAGE_BYTES
-from tournant.kvstore.disk_io import DiskIO, page_buffer
+from tournant.kvstore.disk_io import DiskIO
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.device import Device, Mark
 from tournant.workers.errors import ConfigError
+from tournant.workers.host_memory import host_memory, page_aligned
 from tournant.workers.kv_cache import available_memory_bytes
 from tournant.workers.spill_file import SpillError, SpillFile, spill_folder
 
@@ -92,7 +93,7 @@ class OverflowPool:
                 f"{free // 2}, or use overflow_disk_bytes"
             )
         self._device = device
-        self._memory = host_memory(device, wanted)  # locked as long as this tensor lives
+        self._memory = host_memory(device.page_lock, wanted)  # locked as long as this tensor lives
         _, num_layers, *slice_shape = layout.shape(0)
         self._layers = self._memory.view(layout.dtype).view(num_layers, host_blocks, *slice_shape)
         self.host = self._layers.transpose(0, 1)
@@ -100,7 +101,8 @@ class OverflowPool:
         self._disk_pace = disk_pace or Pace(0)
         num_bounds = 0 if bounds_dtype is None else self.num_blocks
         of_bounds = (layout.num_layers, layout.num_kv_heads, num_bounds, 2, layout.head_size)
-        self.bounds = torch.zeros(of_bounds, dtype=bounds_dtype)
+        bounds = page_aligned(math.prod(of_bounds) * (bounds_dtype or torch.uint8).itemsize)
+        self.bounds = bounds.view(bounds_dtype or torch.uint8).view(of_bounds)
         self.layer_layout = replace(layout, num_layers=1)
         self.layer_bytes = layout.block_bytes // layout.num_layers
         self._written = 0
@@ -353,16 +355,3 @@ class OverflowPool:
         if self._disk_blocks:
             self._writers.shutdown()
             self._file.close()
-
-
-def page_aligned(num_bytes: int) -> torch.Tensor:
-    """uint8 memory of the CPU that begins at a page, zeroed, taken from the system when first written."""
-    return torch.frombuffer(page_buffer(max(1, -(-num_bytes // PAGE_BYTES))), dtype=torch.uint8)[:num_bytes]
-
-
-def host_memory(device: Device, num_bytes: int) -> torch.Tensor:
-    """uint8 of the CPU that begins at a page and that the device reads and writes fast; locked while it is in use."""
-    memory = page_aligned(num_bytes)
-    if num_bytes and device.page_lock is not None:
-        weakref.finalize(memory, device.page_lock(memory.data_ptr(), num_bytes)).atexit = False
-    return memory

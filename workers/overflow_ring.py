@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tournant.workers.device import Device, Lane, Mark, Stopwatch
-from tournant.workers.overflow_pool import OverflowPool, host_memory
+from tournant.workers.host_memory import host_memory
+from tournant.workers.overflow_pool import OverflowPool
 
 NUM_PARTS = 3  # one that is read, two that are filled
 PART_TOKENS = 4096  # of one layer, so that a copy takes longer than asking for it, and giving it to a GPU
@@ -78,7 +79,7 @@ class OverflowRing:
 
     def _part(self) -> Part:
         layout, shape = self.layout, self.layout.shape(self.part_blocks)
-        memory = host_memory(self._device, self.part_blocks * layout.block_bytes)
+        memory = host_memory(self._device.page_lock, self.part_blocks * layout.block_bytes)
         self._memory.append(memory)
         host = memory.view(layout.dtype).view(shape)
         there = host

@@ -17,7 +17,8 @@ import torch
 
 from tournant.kernels import block_sparse, segments
 from tournant.workers.config import SparseAttention
-from tournant.workers.overflow_pool import OverflowPool, page_aligned
+from tournant.workers.host_memory import page_aligned
+from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.overflow_routes import BROUGHT, resident
 
 Array = npt.NDArray[np.int64]

@@ -36,6 +36,7 @@ from tournant.kvstore.token_bucket import Pace
 from tournant.workers.config import WeightsOffload
 from tournant.workers.device import Device, Mark
 from tournant.workers.errors import ConfigError
+from tournant.workers.host_memory import host_memory, page_aligned
 from tournant.workers.layer_images import (
     Bytes,
     DiskImage,
@@ -48,7 +49,6 @@ from tournant.workers.layer_images import (
     ranges_of,
 )
 from tournant.workers.models.layer_weights import ImageForm, LayerWeights
-from tournant.workers.overflow_pool import host_memory, page_aligned
 from tournant.workers.spill_file import SpillFile, spill_folder
 
 NUM_BUFFERS = 2
@@ -134,7 +134,7 @@ class LayerTiers:
 
     def _below(self, layer: LayerWeights, form: ImageForm, number: int, left: int, *, goes_up: bool) -> BelowLayer:
         """A layer taken to RAM or disk. left: layers for which the disk must have room."""
-        memory = host_memory(self._device, form.num_bytes) if goes_up else page_aligned(form.num_bytes)
+        memory = host_memory(self._device.page_lock, form.num_bytes) if goes_up else page_aligned(form.num_bytes)
         for view, matrix in zip(form.views(memory), layer.matrices, strict=True):
             view.copy_(matrix)
         image: HostImage | DiskImage = HostImage(memory)
@@ -185,7 +185,7 @@ class _Buffer:
         self.memory = (
             page_aligned(num_bytes) if on_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
         )
-        self.staging = self.memory if on_cpu else host_memory(device, num_bytes if staged else 0)
+        self.staging = self.memory if on_cpu else host_memory(device.page_lock, num_bytes if staged else 0)
         self.lane = device.new_lane()
         self.sent: Mark = self.lane.mark()
         self.ordinal: int | None = None
