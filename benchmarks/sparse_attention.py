@@ -16,8 +16,10 @@ import torch
 
 from benchmarks.common import Options, Report, Samples, Table, at_most, interleave, run_main, say
 from benchmarks.offload_engine import BLOCK_TOKENS, model_of
+from tournant.kernels import ops
 from tournant.kernels.block_sparse import BlockChoice
 from tournant.kernels.layout import KVLayout
+from tournant.kernels.plan import BlocksBelow
 from tournant.workers.config import SparseAttention
 from tournant.workers.device import CpuDevice
 from tournant.workers.models.families import read_decoder_config
@@ -71,12 +73,11 @@ class _Steps:
 
     def contestant(self, name: str, budget: float | None) -> Callable[[], float]:
         """Seconds of attention of a layer, the mean of some steps. budget None: all blocks."""
+        if budget is None:
+            return self._dense
         owner = OverflowAttention(self.pool, self.device, DEVICE_BLOCKS, self.heads, [0] * NUM_LAYERS)
-        reader: _TimedReader | None = None
-        if budget is not None:
-            readers = ThreadPoolExecutor(1)
-            sparse = SparseAttention(budget)
-            reader = owner.sparse = _TimedReader(self.pool, sparse, self.heads, self.pool.host_blocks, readers, 1)
+        where = (self.heads, self.pool.host_blocks, ThreadPoolExecutor(1), 1)
+        reader = owner.sparse = _TimedReader(self.pool, SparseAttention(budget), *where)
         noted = self._choosing[name] = []
         out = torch.empty_like(self.q[0])
         scale = self.layout.head_size**-0.5
@@ -87,12 +88,25 @@ class _Steps:
                 step = owner.step([], [LongRows(0, slice(0, 1), self.tokens, self.table)])
                 for layer in range(NUM_LAYERS):
                     step.attend(out, self.q[layer], self.device_kv, layer, scale, 0, 0.0)
-            if reader is not None:
-                noted.append(reader.choosing_s / (STEPS * NUM_LAYERS))
-                reader.choosing_s = 0.0
+            noted.append(reader.choosing_s / (STEPS * NUM_LAYERS))
+            reader.choosing_s = 0.0
             return (time.perf_counter() - start) / (STEPS * NUM_LAYERS)
 
         return run
+
+    def _dense(self) -> float:
+        """The same over all blocks, as an engine attends to them where they lie."""
+        out, scale, below = (
+            torch.empty_like(self.q[0]),
+            self.layout.head_size**-0.5,
+            BlocksBelow(DEVICE_BLOCKS, self.pool.host),
+        )
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            plan = ops.plan_attention(self.table[None], [0, 1], [self.tokens], self.layout, self.heads, below=below)
+            for layer in range(NUM_LAYERS):
+                ops.paged_attention(out, self.q[layer], self.device_kv, layer, plan, scale)
+        return (time.perf_counter() - start) / (STEPS * NUM_LAYERS)
 
     def choosing(self, name: str) -> Samples:
         """Of the same rounds, without the one that does not count: seconds of choosing in a layer."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,26 +35,47 @@ def key_bounds(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack((keys.amin(3), keys.amax(3)), 3)
 
 
-def score_bounds(
-    q: torch.Tensor, bounds: torch.Tensor, places: Array, scale: float, softcap: float = 0.0
-) -> torch.Tensor:
-    """Upper bounds of the scores of a row's queries with any key of a block: float32 [heads, blocks].
+@dataclass(slots=True)
+class RowBlocks:
+    """Blocks among which a row chooses, in any layer. Not for two threads: a layer's results overwrite the last one's.
 
-    q [heads, hs]; bounds [kv_heads, places, 2, hs] of q's dtype, all but the first axis dense, of `key_bounds`; places:
-    int64 [blocks], below 0: not known, what is returned there means nothing; scale, softcap: of the scores, scale >= 0.
+    places: int64 [blocks], where a block's bounds are, below 0: it has none, is read and not counted; native: what the
+    back end keeps with it.
+    """
+
+    places: Array
+    below: BoolArray = field(init=False)
+    num_below: int = field(init=False)
+    last_place: int = field(init=False)
+    native: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.places = np.ascontiguousarray(self.places)
+        self.below = self.places >= 0
+        self.num_below = int(self.below.sum())
+        self.last_place = int(self.places.max(initial=-1))
+
+
+def score_bounds(
+    q: torch.Tensor, bounds: torch.Tensor, row: RowBlocks, scale: float, softcap: float = 0.0
+) -> torch.Tensor:
+    """Upper bounds of the scores of a row's queries with any key of a block: float32 [heads, blocks], of `row`.
+
+    q [heads, hs]; bounds [kv_heads, places, 2, hs] of q's dtype, all but the first axis dense, of `key_bounds`; for
+    blocks without a place what is returned means nothing; scale, softcap: of the scores, scale >= 0.
     A product is at most the sum over channels of the larger of q times the least and q times the largest value (Tang et
     al., "Quest", 2024, section 3). Raises ValueError.
     """
     kv_heads, num_places, _, size = bounds.shape
     if q.dim() != 2 or len(q) % kv_heads or q.shape[1] != size or q.dtype != bounds.dtype or not q.is_contiguous():
         raise refuse("q", q, f"dense {bounds.dtype} [a multiple of {kv_heads}, {size}]")
-    if not bounds[0].is_contiguous():
+    if bounds.stride()[2:] != (size, 1) or (num_places > 1 and bounds.stride(1) != 2 * size):
         raise refuse("bounds", bounds, "dense but for the axis of KV heads")
-    if len(places) and int(places.max()) >= num_places:
-        raise ValueError(f"a block has place {places.max()}; there are bounds of {num_places}")
+    if row.last_place >= num_places:
+        raise ValueError(f"a block has place {row.last_place}; there are bounds of {num_places}")
     if isinstance(kernels := ops.kernels_for(q), NativeKernels):
-        return kernels.blocks.score_bounds(q, bounds, np.ascontiguousarray(places), scale, softcap)
-    there = torch.from_numpy(np.maximum(places, 0)).to(q.device)
+        return kernels.blocks.score_bounds(q, bounds, row, scale, softcap)
+    there = torch.from_numpy(np.maximum(row.places, 0)).to(q.device)
     known = bounds.index_select(1, there).float()  # [kv_heads, blocks, 2, hs]
     grouped = q.float().view(kv_heads, -1, size)
     found = torch.einsum("hgd,hbd->hgb", grouped.clamp(max=0), known[:, :, 0])
@@ -64,10 +86,10 @@ def score_bounds(
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
-    """mask: bool [kv_heads, blocks], those to read; read: bool [blocks], those with places that any head reads; most:
-    float32 [heads], log of the sum over blocks that are not read of the exponential of their bound; missed: float32
-    [heads], what these have of the sum over all blocks with places: an estimate of the attention that is missed, since
-    bounds of all blocks are above the truth by about as much.
+    """Of a `RowBlocks`, until its next choice. mask: bool [kv_heads, blocks], those to read; read: bool [blocks], those
+    with places that any head reads; most: float32 [heads], log of the sum over blocks that are not read of the
+    exponential of their bound; missed: float32 [heads], what these have of the sum over all blocks with places: an
+    estimate of the attention that is missed, since bounds of all blocks are above the truth by about as much.
     """
 
     mask: BoolArray
@@ -85,22 +107,22 @@ class BlockChoice:
         return 1.0 / (1.0 + math.exp(-ratio)) if ratio > -700.0 else 0.0
 
 
-def choose_blocks(found: torch.Tensor, places: Array, kv_heads: int, count: int) -> BlockChoice:
+def choose_blocks(found: torch.Tensor, row: RowBlocks, kv_heads: int, count: int) -> BlockChoice:
     """The `count` blocks, of those with places, in which a query of each KV head's group can score highest.
 
-    found, places: of `score_bounds`, overwritten; count: from 0 to the blocks with places; those without are read and
+    found: of `score_bounds` for `row`, overwritten; count: from 0 to the blocks with places; those without are read and
     not counted. Heads of a group count by how near they may come to the best that they may reach anywhere; of blocks
     that are alike the first is taken. Raises ValueError.
     """
-    below = places >= 0
-    if not 0 <= count <= int(below.sum()):
-        raise ValueError(f"{count} blocks to choose; {int(below.sum())} can be")
+    below = row.below
+    if not 0 <= count <= row.num_below or found.shape[1] != len(below) or not found.is_contiguous():
+        raise ValueError(f"{count} blocks to choose of dense {tuple(found.shape)}; {row.num_below} can be")
     if isinstance(kernels := ops.kernels_for(found), NativeKernels):
-        return BlockChoice(*kernels.blocks.choose_blocks(found, np.ascontiguousarray(places), kv_heads, count))
-    mask = np.broadcast_to(~below, (kv_heads, len(places))).copy()
+        return BlockChoice(*kernels.blocks.choose_blocks(found, row, kv_heads, count))
+    mask = np.broadcast_to(~below, (kv_heads, len(below))).copy()
     if below.any():
         scores = found[:, torch.from_numpy(below)]
-        far = (scores.amax(-1, keepdim=True) - scores).view(kv_heads, -1, int(below.sum())).amin(1)
+        far = (scores.amax(-1, keepdim=True) - scores).view(kv_heads, -1, row.num_below).amin(1)
         order = far.sort(dim=-1, stable=True).indices[:, :count].cpu().numpy()
         np.put_along_axis(mask, np.flatnonzero(below)[order], True, axis=1)
     read = torch.from_numpy(mask).repeat_interleave(len(found) // kv_heads, 0).to(found.device)
@@ -111,17 +133,29 @@ def choose_blocks(found: torch.Tensor, places: Array, kv_heads: int, count: int)
     return BlockChoice(mask, below & mask.any(0), most.cpu().numpy(), missed.cpu().numpy())
 
 
-def plan_blocks(lengths: npt.ArrayLike, context_len: int, count: int, layout: KVLayout, heads: int) -> AttentionPlan:
-    """What `attend_blocks` needs to know of its masks, for any layer and row with as many blocks. Not for two threads.
+@dataclass(slots=True)
+class BlocksPlan:
+    """Masks by which each KV head reads as many blocks, for any layer and row. Not for two threads.
 
-    lengths: int [kv_heads], blocks that each KV head reads, of the sequence's; the rest: as of `attend_blocks`.
+    heads: each KV head is a sequence of it; lengths: [kv_heads], blocks that each reads; native: as of `RowBlocks`.
+    """
+
+    heads: AttentionPlan
+    lengths: list[int]
+    native: Any = field(default=None, repr=False)
+
+
+def plan_blocks(lengths: npt.ArrayLike, context_len: int, count: int, layout: KVLayout, heads: int) -> BlocksPlan:
+    """What `attend_blocks` needs to know of its masks. lengths: int [kv_heads], blocks that each KV head reads, of the
+    sequence's; the rest: as of `attend_blocks`.
     """
     tokens, size = layout.block_tokens, layout.head_size
     lengths = np.asarray(lengths)
     contexts = context_len - (-(-context_len // tokens) - lengths) * tokens
     tables, starts = np.zeros((len(lengths), int(lengths.max())), np.int32), np.arange(len(lengths) + 1) * count
     one_head = KVLayout(1, 1, tokens, size, layout.dtype)
-    return ops.plan_attention(tables, starts, contexts, one_head, heads // len(lengths), deterministic=True)
+    plan = ops.plan_attention(tables, starts, contexts, one_head, heads // len(lengths), deterministic=True)
+    return BlocksPlan(plan, lengths.tolist())
 
 
 def attend_blocks(
@@ -136,7 +170,7 @@ def attend_blocks(
     *,
     softcap: float = 0.0,
     lse: torch.Tensor | None = None,
-    plan: AttentionPlan | None = None,
+    plan: BlocksPlan | None = None,
 ) -> None:
     """Attention of the last rows of a sequence over the blocks that `mask` names, on the CPU.
 
@@ -164,20 +198,21 @@ def attend_blocks(
         places.sources,
         places.ids,
         *places.strided(layers),
-        plan.block_tables.shape[1],
+        plan,
         tokens * size * form.itemsize,
     )
-    contexts = context_len - (num_blocks - lengths) * tokens
-    if (contexts != plan.context_lens).any() or plan.num_tokens != kv_heads * count:
-        raise ValueError(f"the plan is for contexts of {plan.context_lens}, {count} rows of this mask have {contexts}")
+    if lengths != plan.lengths or plan.heads.num_tokens != kv_heads * count:
+        raise ValueError(f"the plan is for {plan.lengths} blocks, {count} rows of this mask read {lengths}")
     if count == 1 and out.is_contiguous() and q.is_contiguous() and (lse is None or lse.is_contiguous()):
         of_heads = (kv_heads, group, size)
-        kernels.walk_pieces(out.view(of_heads), q.view(of_heads), form, chosen, plan, scale, 0, softcap, None, lse=lse)
+        kernels.walk_pieces(
+            out.view(of_heads), q.view(of_heads), form, chosen, plan.heads, scale, 0, softcap, None, lse=lse
+        )
         return
     packed = q.view(count, kv_heads, group, size).transpose(0, 1).reshape(kv_heads * count, group, size)
     result = torch.empty_like(packed)
     sums = None if lse is None else torch.empty(kv_heads * count, group)
-    kernels.walk_pieces(result, packed, form, chosen, plan, scale, 0, softcap, None, lse=sums)
+    kernels.walk_pieces(result, packed, form, chosen, plan.heads, scale, 0, softcap, None, lse=sums)
     out.copy_(result.view(kv_heads, count, group, size).transpose(0, 1).reshape(q.shape))
     if lse is not None and sums is not None:
         lse.copy_(sums.view(kv_heads, count, group).transpose(0, 1).reshape(count, heads))

@@ -92,9 +92,9 @@ class SparseRow:
         self._reader = reader
         self._context = context
         self._places = places = table - num_device_blocks
-        self._last_place = int(places.max())
+        self._blocks = block_sparse.RowBlocks(places)
         self._sources, self._ids = resident(table, places)
-        num_below, layout = int((places >= 0).sum()), reader.pool.layout
+        num_below, layout = self._blocks.num_below, reader.pool.layout
         self._count = max(1, math.ceil(reader.settings.budget * num_below))
         lengths = np.full(layout.num_kv_heads, len(table) - num_below + self._count)
         self._plan = block_sparse.plan_blocks(lengths, context, 1, layout, reader.num_heads)
@@ -106,8 +106,8 @@ class SparseRow:
         q [heads, hs].
         """
         pool = self._reader.pool
-        found = block_sparse.score_bounds(q, pool.bounds[layer], self._places, scale, softcap)
-        return block_sparse.choose_blocks(found, self._places, pool.layout.num_kv_heads, self._count)
+        found = block_sparse.score_bounds(q, pool.bounds[layer], self._blocks, scale, softcap)
+        return block_sparse.choose_blocks(found, self._blocks, pool.layout.num_kv_heads, self._count)
 
     def attend(
         self, out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, scale: float, softcap: float
@@ -142,7 +142,7 @@ class SparseRow:
         reader, pool, sources, ids = self._reader, self._reader.pool, self._sources, self._ids
         num_read, num_disk, lost = self._count * len(choice.mask), 0, frozenset[int]()
         tensors: tuple[torch.Tensor, ...] = (kv_cache, pool.host)
-        if self._last_place >= reader.first_brought:
+        if self._blocks.last_place >= reader.first_brought:
             brought = np.flatnonzero(choice.read & (self._places >= reader.first_brought))
             heads = choice.mask[:, brought]
             room, lost = reader.bring(layer, self._places[brought], heads)

@@ -3,7 +3,7 @@
 
 #include "attention.h"
 
-#define BOUNDS_AHEAD 32 /* blocks between a prefetch and its use */
+#define BOUNDS_AHEAD 64 /* blocks between a prefetch and its use */
 
 /* Bounds of a row's scores in blocks; every field 8 bytes. */
 struct bounds {
@@ -18,8 +18,8 @@ struct bounds {
 
 /* The blocks in which a KV head's queries may come nearest to the best that each may reach; every field 8 bytes. */
 struct choice {
-    float *found;          /* of `bounds`; afterwards -infinity where a block is read */
-    const int64_t *places; /* [num_blocks]; below 0: read, and not counted */
+    float *found;          /* of `bounds`; overwritten */
+    const uint32_t *known; /* [num_blocks]: all ones, or 0: it has no bounds, is read and not counted */
     uint32_t *far;         /* [num_kv_heads][num_blocks] scratch */
     float *terms;          /* [num_kv_heads][num_blocks] scratch */
     uint8_t *mask;         /* [num_kv_heads][num_blocks]: 1 where a head reads a block */
@@ -30,7 +30,7 @@ struct choice {
     int64_t count; /* of blocks with places, to be read by each KV head; at most as many as there are */
 };
 
-/* The least number that at least `count` of `far` do not exceed. */
+/* A number that `count` of `far` do not exceed, or the least one that more do not. */
 static uint32_t nearest(const uint32_t *far, int64_t num, int64_t count) {
     uint32_t least = 0x7fffffff;
     for (int bit = 30; bit >= 0; bit--) {
@@ -38,6 +38,7 @@ static uint32_t nearest(const uint32_t *far, int64_t num, int64_t count) {
         int32_t within = 0;
         for (int64_t i = 0; i < num; i++) within += far[i] <= tried;
         if (within >= count) least = tried;
+        if (within == count) break;
     }
     return least;
 }
@@ -89,14 +90,20 @@ static void shares(const float *row, const uint8_t *mask, float *terms, int64_t 
 
 static void choose_of_head(const struct choice *c, int64_t kv_head) {
     const int64_t num = c->num_blocks, group = c->num_heads / c->num_kv_heads;
+    const uint32_t *known = c->known, none = 0xff800000; /* the bits of -infinity */
     float *found = c->found + kv_head * group * num;
     uint32_t *far = c->far + kv_head * num;
     uint8_t *mask = c->mask + kv_head * num;
     for (int64_t i = 0; i < num; i++) far[i] = INT32_MAX;
     for (int64_t r = 0; r < group; r++) {
-        float *row = found + r * num;
-        for (int64_t i = 0; i < num; i++) row[i] = c->places[i] < 0 ? -__builtin_inff() : row[i];
-        float best = largest(row, num, -__builtin_inff());
+        float *row = found + r * num, best;
+        for (int64_t i = 0; i < num; i++) {
+            uint32_t bits;
+            memcpy(&bits, row + i, sizeof bits);
+            bits = (bits & known[i]) | (none & ~known[i]);
+            memcpy(row + i, &bits, sizeof bits);
+        }
+        best = largest(row, num, -__builtin_inff());
         for (int64_t i = 0; i < num; i++) { /* numbers from 0 up are in the order of their bits */
             float distance = best - row[i];
             uint32_t bits;
@@ -105,27 +112,33 @@ static void choose_of_head(const struct choice *c, int64_t kv_head) {
             far[i] = bits < far[i] ? bits : far[i];
         }
     }
-    for (int64_t i = 0; i < num; i++) far[i] = c->places[i] < 0 ? UINT32_MAX : far[i];
+    for (int64_t i = 0; i < num; i++) far[i] |= ~known[i];
     uint32_t last = nearest(far, num, c->count);
     int64_t spare = c->count; /* of those exactly as far as the last: the first ones */
-    for (int64_t i = 0; i < num; i++) spare -= far[i] < last;
     for (int64_t i = 0; i < num; i++) {
-        mask[i] = (far[i] < last) | (c->places[i] < 0) | ((far[i] == last) & (spare > 0));
-        spare -= far[i] == last;
-        c->read[i] |= mask[i] & (c->places[i] >= 0);
+        mask[i] = (far[i] < last) | !known[i];
+        c->read[i] |= far[i] < last;
+    }
+    for (int64_t i = 0; i < num; i++) spare -= far[i] < last;
+    for (int64_t i = 0; i < num && spare > 0; i++) {
+        if (far[i] != last) continue;
+        mask[i] = c->read[i] = 1;
+        spare--;
     }
     for (int64_t r = 0; r < group; r++) {
         float *row = found + r * num, *most = c->most + kv_head * group + r;
         shares(row, mask, c->terms + kv_head * num, num, most, c->missed + kv_head * group + r);
+        if (*most != -__builtin_inff()) continue;
         for (int64_t i = 0; i < num; i++) row[i] = mask[i] ? -__builtin_inff() : row[i];
-        if (*most == -__builtin_inff()) *most = log_sum(row, num); /* nothing is left, or too little beside the best */
+        *most = log_sum(row, num); /* nothing is left, or too little beside the best */
     }
 }
 
 /* Blocks of one sequence by place: those of source s begin `strides[s]` bytes apart at `bases[s]`. */
 struct packing {
     const uint8_t *mask;                              /* [num_kv_heads][num_blocks] */
-    const int64_t *sources, *ids, *bases, *strides;   /* [num_blocks] twice, [sources] twice */
+    const int64_t *sources, *ids;                     /* [num_blocks] */
+    int64_t bases[3], strides[3];                     /* of the sources */
     int64_t *chosen;                                  /* [num_kv_heads][width]: addresses of the head's K, ascending */
     int64_t *lengths;                                 /* [num_kv_heads]: blocks that it reads; if above width, the first */
     int64_t num_blocks, num_kv_heads, width, panel;   /* panel: bytes from head to head */

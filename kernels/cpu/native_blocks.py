@@ -6,18 +6,45 @@ done that. Arrays of numpy are dense.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+if TYPE_CHECKING:
+    from tournant.kernels.block_sparse import BlocksPlan, RowBlocks
+
 _BOUNDS = struct.Struct("4P6q2f")  # struct bounds
 _CHOICE = struct.Struct("8P4q")  # struct choice
-_PACKING = struct.Struct("7P4q")  # struct packing
+_PACKING = struct.Struct("3P6q2P4q")  # struct packing
 Array = npt.NDArray[np.int64]
+
+
+class _Scratch:
+    """Arrays of a choice and their addresses."""
+
+    def __init__(self, row: RowBlocks, heads: int, kv_heads: int) -> None:
+        num = len(row.places)
+        self.shape = (heads, kv_heads, num)
+        self.found = torch.empty((heads, num), dtype=torch.float32)
+        far, terms = np.empty((kv_heads, num), np.uint32), np.empty((kv_heads, num), np.float32)
+        self.mask, self.read = np.empty((kv_heads, num), np.bool_), np.empty(num, np.bool_)
+        self.most, self.missed = np.empty((2, heads), np.float32)
+        known = np.where(row.below, 0xFFFFFFFF, 0).astype(np.uint32)
+        self._kept = (known, far, terms)
+        arrays = (known, far, terms, self.mask, self.read, self.most, self.missed)
+        self.pointers = tuple(array.ctypes.data for array in arrays)
+
+
+def _scratch_of(row: RowBlocks, heads: int, kv_heads: int) -> _Scratch:
+    if row.native is None or row.native.shape != (heads, kv_heads, len(row.places)):
+        row.native = _Scratch(row, heads, kv_heads)
+    scratch: _Scratch = row.native
+    return scratch
 
 
 class NativeBlocks:
@@ -29,28 +56,26 @@ class NativeBlocks:
         self._pack_blocks = pack_blocks
 
     def score_bounds(
-        self, q: torch.Tensor, bounds: torch.Tensor, places: Array, scale: float, softcap: float
+        self, q: torch.Tensor, bounds: torch.Tensor, row: RowBlocks, scale: float, softcap: float
     ) -> torch.Tensor:
         kv_heads, _, _, size = bounds.shape
-        heads, num = len(q), len(places)
-        found = torch.empty((heads, num), dtype=torch.float32)
-        pointers = (q.data_ptr(), bounds.data_ptr(), places.ctypes.data, found.data_ptr())
+        heads, num = len(q), len(row.places)
+        found = _scratch_of(row, heads, kv_heads).found
+        pointers = (q.data_ptr(), bounds.data_ptr(), row.places.ctypes.data, found.data_ptr())
         threads = torch.get_num_threads()
         packed = _BOUNDS.pack(*pointers, num, heads, kv_heads, size, bounds.stride(0), threads, scale, softcap)
         self._score_bounds[q.dtype](packed)
         return found
 
     def choose_blocks(
-        self, found: torch.Tensor, places: Array, kv_heads: int, count: int
+        self, found: torch.Tensor, row: RowBlocks, kv_heads: int, count: int
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """mask, read, most, missed of `BlockChoice`; overwrites found."""
         heads, num = found.shape
-        far, terms = np.empty((kv_heads, num), np.uint32), np.empty((kv_heads, num), np.float32)
-        mask = np.empty((kv_heads, num), np.bool_)
-        read, (most, missed) = np.zeros(num, np.bool_), np.empty((2, heads), np.float32)
-        pointers = (array.ctypes.data for array in (places, far, terms, mask, read, most, missed))
-        self._choose_blocks(_CHOICE.pack(found.data_ptr(), *pointers, num, heads, kv_heads, count))
-        return mask, read, most, missed
+        scratch = _scratch_of(row, heads, kv_heads)
+        scratch.read.fill(False)
+        self._choose_blocks(_CHOICE.pack(found.data_ptr(), *scratch.pointers, num, heads, kv_heads, count))
+        return scratch.mask, scratch.read, scratch.most, scratch.missed
 
     def pack_blocks(
         self,
@@ -59,14 +84,20 @@ class NativeBlocks:
         ids: Array,
         bases: Array,
         strides: Array,
-        width: int,
+        plan: BlocksPlan,
         panel: int,
-    ) -> tuple[Array, Array]:
-        """Addresses [kv_heads, width] of the first `width` blocks that each head reads, zeros behind; how many it
-        reads. bases, strides: of sources, in bytes; panel: bytes from head to head.
+    ) -> tuple[Array, list[int]]:
+        """Addresses [kv_heads, width] of the first blocks that each head reads, as many as the plan's head with most
+        has, until the next call; how many it reads. bases, strides: of sources, at most three, in bytes; panel: bytes
+        from head to head.
         """
         kv_heads, num = mask.shape
-        chosen, lengths = np.zeros((kv_heads, width), np.int64), np.empty(kv_heads, np.int64)
-        pointers = (array.ctypes.data for array in (mask, sources, ids, bases, strides, chosen, lengths))
-        self._pack_blocks(_PACKING.pack(*pointers, num, kv_heads, width, panel))
-        return chosen, lengths
+        width = plan.heads.block_tables.shape[1]
+        if plan.native is None:
+            arrays = np.zeros((kv_heads, width), np.int64), np.empty(kv_heads, np.int64)
+            plan.native = (*arrays, tuple(array.ctypes.data for array in arrays))
+        chosen, lengths, pointers = plan.native
+        where = ((*of_sources, 0, 0)[:3] for of_sources in (bases.tolist(), strides.tolist()))
+        places = (mask.ctypes.data, sources.ctypes.data, ids.ctypes.data)
+        self._pack_blocks(_PACKING.pack(*places, *itertools.chain(*where), *pointers, num, kv_heads, width, panel))
+        return chosen, lengths.tolist()

@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.kernel_case import DTYPES, LAYER, TOLERANCE, Case
 from tournant.kernels import block_sparse, ops
+from tournant.kernels.block_sparse import RowBlocks
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.segments import Places
 
@@ -74,13 +75,13 @@ def test_bounds_are_above_every_score_and_reached() -> None:
     case, _ = case_of(torch.float32)
     table = torch.from_numpy(case.tables[0][: LENGTH // 16]).long()
     places = np.arange(LENGTH // 16)
-    found = block_sparse.score_bounds(case.q[-1], bounds_of(case.kv_cache[table]), places, 0.5, 3.0)
+    found = block_sparse.score_bounds(case.q[-1], bounds_of(case.kv_cache[table]), RowBlocks(places), 0.5, 3.0)
     keys = case.k[: LENGTH // 16 * 16].repeat_interleave(3, 1)
     scores = torch.tanh(torch.einsum("hd,khd->hk", case.q[-1], keys) * 0.5 / 3.0) * 3.0
     assert (found >= scores.view(9, -1, 16).amax(-1) - 1e-4).all()
     alone = case.kv_cache[table[:1]].clone()
     alone[:, :, 0] = alone[:, :, 0, :, :1]  # all keys of a block alike: the bound is their score
-    same = block_sparse.score_bounds(case.q[-1], bounds_of(alone), np.zeros(1, np.int64), case.scale)
+    same = block_sparse.score_bounds(case.q[-1], bounds_of(alone), RowBlocks(np.zeros(1, np.int64)), case.scale)
     product = torch.einsum("hd,hd->h", case.q[-1], alone[0, LAYER, 0, :, 0].repeat_interleave(3, 0)) * case.scale
     torch.testing.assert_close(same[:, 0], product, rtol=0, atol=1e-4)
 
@@ -104,9 +105,10 @@ class Choosing:
         random = np.random.default_rng(self.blocks)
         places = np.concatenate([np.arange(64), random.permutation(np.arange(64, 300))])[: self.blocks].copy()
         places[random.permutation(self.blocks)[: self.blocks // 5]] = -1
-        found = block_sparse.score_bounds(q, bounds, places, 0.3, 20.0 if self.heads == 4 else 0.0)
+        row = RowBlocks(places)
+        found = block_sparse.score_bounds(q, bounds, row, 0.3, 20.0 if self.heads == 4 else 0.0)
         kept = found[:, torch.from_numpy(places >= 0)].clone()
-        return kept, block_sparse.choose_blocks(found, places, self.kv_heads, self.count)
+        return kept, block_sparse.choose_blocks(found, row, self.kv_heads, self.count)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_chooses_as_its_twin(case: Choosing) -> None:
 @pytest.mark.usefixtures("backend")
 def test_the_nearest_to_a_head_s_best_are_chosen_and_the_first_of_equal_ones() -> None:
     found = torch.tensor([[9.0, 1.0, 8.0, 8.0, 0.0, 8.0], [0.0, 5.0, 1.0, 1.0, 7.0, 1.0]])  # one group
-    places = np.array([3, 4, 5, 6, -1, 7])
-    choice = block_sparse.choose_blocks(found.clone(), places, 1, 3)
+    row = RowBlocks(np.array([3, 4, 5, 6, -1, 7]))
+    choice = block_sparse.choose_blocks(found.clone(), row, 1, 3)
     assert choice.mask.tolist() == [[True, True, True, False, True, False]]
     left_out = torch.tensor([[8.0, 8.0], [1.0, 1.0]])
     np.testing.assert_allclose(choice.most, left_out.logsumexp(1), rtol=1e-5)
@@ -150,7 +152,7 @@ def test_the_nearest_to_a_head_s_best_are_chosen_and_the_first_of_equal_ones() -
     assert choice.read.tolist() == [True, True, True, False, False, False]
     lse = torch.tensor([8.0, 9.0])
     assert choice.missed_at_most(lse, 16) == pytest.approx(32 / 33)
-    everything = block_sparse.choose_blocks(found.clone(), places, 1, 5)
+    everything = block_sparse.choose_blocks(found.clone(), row, 1, 5)
     assert everything.mask.all()
     assert everything.missed.tolist() == [0.0, 0.0]
     assert everything.missed_at_most(lse, 16) == 0.0
@@ -162,12 +164,12 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="no head may leave one out"):
         attended(case, places, np.zeros((3, BLOCKS), np.bool_), 1)
     other = block_sparse.plan_blocks([3, 3, 3], LENGTH, 1, case.layout, 9)
-    with pytest.raises(ValueError, match="the plan is for contexts"):
+    with pytest.raises(ValueError, match=r"the plan is for \[3, 3, 3\] blocks"):
         attended(case, places, np.ones((3, BLOCKS), np.bool_), 1, plan=other)
     with pytest.raises(ValueError, match="has place 44; there are bounds of 44"):
-        block_sparse.score_bounds(case.q[-1], torch.zeros(3, 44, 2, 64), np.array([44]), 0.1)
-    with pytest.raises(ValueError, match="3 blocks to choose; 2 can be"):
-        block_sparse.choose_blocks(torch.zeros(9, 3), np.array([0, -1, 1]), 3, 3)
+        block_sparse.score_bounds(case.q[-1], torch.zeros(3, 44, 2, 64), RowBlocks(np.array([44])), 0.1)
+    with pytest.raises(ValueError, match=r"3 blocks to choose of dense .*; 2 can be"):
+        block_sparse.choose_blocks(torch.zeros(9, 3), RowBlocks(np.array([0, -1, 1])), 3, 3)
     with pytest.raises(ValueError, match="mask is bool"):
         attended(case, places, np.ones((2, BLOCKS), np.bool_), 1)
     ops.select_backend("torch")
