@@ -179,6 +179,16 @@ INLINE float sum_lanes(vf x) {
     UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++) part[i] += part[i + half];
     return part[0];
 }
+/* Lane i: the sum of the lanes of x[i], always in the same tree; x is overwritten. */
+INLINE vf sum_each(vf x[LANES]) {
+    UNROLL for (int step = 1; step < LANES; step *= 2) {
+        const vi lane = lane_numbers(), others = (vi)splat_u32(step);
+        const vi low = (lane & ~others) + (((lane & others) != 0) & (vi)splat_u32(LANES));
+        UNROLL for (int i = 0; i < LANES; i += 2 * step)
+            x[i] = __builtin_shuffle(x[i], x[i + step], low) + __builtin_shuffle(x[i], x[i + step], low + others);
+    }
+    return x[0];
+}
 INLINE float max_lanes(vf x) {
     float part[LANES];
     memcpy(part, &x, sizeof x);
