@@ -77,6 +77,8 @@ class _Observer(SparseReader):
     any head could have missed.
     """
 
+    in_one_call = False
+
     def __init__(self, pool: OverflowPool, budget: float, num_heads: int, readers: ThreadPoolExecutor) -> None:
         super().__init__(pool, SparseAttention(budget), num_heads, pool.host_blocks, readers, 1)
         self.dense = SparseReader(pool, SparseAttention(1.0), num_heads, pool.host_blocks, readers, 1)

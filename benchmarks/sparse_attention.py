@@ -1,7 +1,7 @@
 """Attention of one decode step over KV in RAM below the device: over all of it, and over chosen shares of its blocks.
 
 What an engine runs (`OverflowStep`), layer after layer, over as many layers as make what is read much larger than the
-last cache. Choosing is timed inside of the steps that choose.
+last cache. Choosing is timed apart, on as cold a cache: it takes turns with attention over everything.
 """
 
 from __future__ import annotations
@@ -14,44 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Options, Report, Samples, Table, at_most, interleave, run_main, say
+from benchmarks.common import Options, Report, Table, at_most, interleave, run_main, say
 from benchmarks.offload_engine import BLOCK_TOKENS, model_of
 from tournant.kernels import ops
-from tournant.kernels.block_sparse import BlockChoice
 from tournant.kernels.layout import KVLayout
-from tournant.kernels.plan import BlocksBelow
+from tournant.kernels.plan import AttentionPlan, BlocksBelow
 from tournant.workers.config import SparseAttention
 from tournant.workers.device import CpuDevice
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.overflow_attention import LongRows, OverflowAttention
 from tournant.workers.overflow_pool import OverflowPool
-from tournant.workers.sparse_attention import SparseReader, SparseRow
+from tournant.workers.sparse_attention import SparseReader
 
 TOKENS, QUICK_TOKENS = 32768, 2048
 NUM_LAYERS, DEVICE_BLOCKS, STEPS = 16, 8, 3
 BUDGETS = (0.5, 0.25)
 MAX_SPARSE, MAX_CHOOSING = {0.5: 0.6}, 0.1
-
-
-class _TimedRow(SparseRow):
-    """Adds the seconds of choosing to its reader's."""
-
-    def __init__(self, reader: _TimedReader, *rest: Any) -> None:
-        super().__init__(reader, *rest)
-        self._timed = reader
-
-    def choose(self, q: torch.Tensor, layer: int, scale: float, softcap: float) -> BlockChoice:
-        start = time.perf_counter()
-        choice = super().choose(q, layer, scale, softcap)
-        self._timed.choosing_s += time.perf_counter() - start
-        return choice
-
-
-class _TimedReader(SparseReader):
-    choosing_s = 0.0
-
-    def row(self, table: np.ndarray[Any, np.dtype[np.int64]], num_device_blocks: int, context: int) -> SparseRow:
-        return _TimedRow(self, table, num_device_blocks, context)
 
 
 class _Steps:
@@ -69,18 +47,13 @@ class _Steps:
         self.device_kv = kv
         self.q = torch.randn(NUM_LAYERS, 1, heads, size, generator=generator).to(dtype)
         self.table = np.append(DEVICE_BLOCKS + np.arange(below), 0)
-        self._choosing: dict[str, list[float]] = {}
+        self._plan = self._new_plan()
 
-    def contestant(self, name: str, budget: float | None) -> Callable[[], float]:
-        """Seconds of attention of a layer, the mean of some steps. budget None: all blocks."""
-        if budget is None:
-            return self._dense
+    def contestant(self, budget: float) -> Callable[[], float]:
+        """Seconds of attention of a layer over a share of the blocks, the mean of some steps."""
         owner = OverflowAttention(self.pool, self.device, DEVICE_BLOCKS, self.heads, [0] * NUM_LAYERS)
-        where = (self.heads, self.pool.host_blocks, ThreadPoolExecutor(1), 1)
-        reader = owner.sparse = _TimedReader(self.pool, SparseAttention(budget), *where)
-        noted = self._choosing[name] = []
-        out = torch.empty_like(self.q[0])
-        scale = self.layout.head_size**-0.5
+        owner.sparse = self._reader(budget)
+        out, scale = torch.empty_like(self.q[0]), self.layout.head_size**-0.5
 
         def run() -> float:
             start = time.perf_counter()
@@ -88,29 +61,46 @@ class _Steps:
                 step = owner.step([], [LongRows(0, slice(0, 1), self.tokens, self.table)])
                 for layer in range(NUM_LAYERS):
                     step.attend(out, self.q[layer], self.device_kv, layer, scale, 0, 0.0)
-            noted.append(reader.choosing_s / (STEPS * NUM_LAYERS))
-            reader.choosing_s = 0.0
             return (time.perf_counter() - start) / (STEPS * NUM_LAYERS)
 
         return run
 
-    def _dense(self) -> float:
-        """The same over all blocks, as an engine attends to them where they lie."""
-        out, scale, below = (
-            torch.empty_like(self.q[0]),
-            self.layout.head_size**-0.5,
-            BlocksBelow(DEVICE_BLOCKS, self.pool.host),
-        )
+    def _reader(self, budget: float) -> SparseReader:
+        in_place = self.pool.host_blocks
+        return SparseReader(self.pool, SparseAttention(budget), self.heads, in_place, ThreadPoolExecutor(1), 1)
+
+    def choosing(self, budget: float) -> Callable[[], float]:
+        """Seconds of choosing a share of the blocks in a layer, each after attention over all of another."""
+        row = self._reader(budget).row(self.table, DEVICE_BLOCKS, self.tokens)
+        scale = self.layout.head_size**-0.5
+
+        def run() -> float:
+            spent = 0.0
+            for layer in range(NUM_LAYERS):
+                self._attend_densely((layer + NUM_LAYERS // 2) % NUM_LAYERS)
+                start = time.perf_counter()
+                row.choose(self.q[layer, 0], layer, scale, 0.0)
+                spent += time.perf_counter() - start
+            return spent / NUM_LAYERS
+
+        return run
+
+    def dense(self) -> float:
+        """Seconds of attention of a layer over all blocks, as an engine attends to them where they lie."""
         start = time.perf_counter()
         for _ in range(STEPS):
-            plan = ops.plan_attention(self.table[None], [0, 1], [self.tokens], self.layout, self.heads, below=below)
+            self._plan = self._new_plan()
             for layer in range(NUM_LAYERS):
-                ops.paged_attention(out, self.q[layer], self.device_kv, layer, plan, scale)
+                self._attend_densely(layer)
         return (time.perf_counter() - start) / (STEPS * NUM_LAYERS)
 
-    def choosing(self, name: str) -> Samples:
-        """Of the same rounds, without the one that does not count: seconds of choosing in a layer."""
-        return Samples(tuple(self._choosing[name][1:]))
+    def _new_plan(self) -> AttentionPlan:
+        below = BlocksBelow(DEVICE_BLOCKS, self.pool.host)
+        return ops.plan_attention(self.table[None], [0, 1], [self.tokens], self.layout, self.heads, below=below)
+
+    def _attend_densely(self, layer: int) -> None:
+        q, scale = self.q[layer], self.layout.head_size**-0.5
+        ops.paged_attention(torch.empty_like(q), q, self.device_kv, layer, self._plan, scale)
 
 
 def measure(options: Options) -> Table:
@@ -124,13 +114,14 @@ def measure(options: Options) -> Table:
         say(f"sparse attention over {tokens} tokens, {name}")
         steps = _Steps(tokens, decoder.num_heads, decoder.num_kv_heads, decoder.head_size, dtype)
         shares = {f"{budget:.0%} of the blocks": budget for budget in BUDGETS}
-        contestants = {"all": steps.contestant("all", None)}
-        contestants |= {what: steps.contestant(what, budget) for what, budget in shares.items()}
+        contestants = {"all": steps.dense}
+        contestants |= {what: steps.contestant(budget) for what, budget in shares.items()}
+        contestants |= {f"choosing {what}": steps.choosing(budget) for what, budget in shares.items()}
         found = interleave(contestants, options.rounds)
         whole = found["all"]
         rows.append([name, "all blocks", whole.map(lambda s: s * 1e6), "", ""])
         for what, budget in shares.items():
-            ratio, choosing = found[what].over(whole), steps.choosing(what)
+            ratio, choosing = found[what].over(whole), found[f"choosing {what}"]
             bar = at_most(MAX_SPARSE[budget], ratio) if budget in MAX_SPARSE else ""
             rows.append([name, what, found[what].map(lambda s: s * 1e6), ratio, bar])
             part = choosing.over(whole)

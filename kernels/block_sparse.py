@@ -216,3 +216,59 @@ def attend_blocks(
     out.copy_(result.view(kv_heads, count, group, size).transpose(0, 1).reshape(q.shape))
     if lse is not None and sums is not None:
         lse.copy_(sums.view(kv_heads, count, group).transpose(0, 1).reshape(count, heads))
+
+
+class RowAttention:
+    """Choice and attention of one row whose blocks lie where they can be read, in any layer, by one call of the C back
+    end: as `score_bounds`, `choose_blocks` and `attend_blocks` one after another. Not for two threads.
+
+    row: its blocks; places: the same ones, in tensors of as many layers as `bounds` [layers, kv_heads, places, 2, hs],
+    dense but for the first two axes; plan: of `plan_blocks` for heads that read `count` blocks of those with places and
+    all others; heads: of the row; least_mass: of the attention that must not be missed, on average over heads, by the
+    estimate of `BlockChoice.missed`. The tensors are kept. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        row: RowBlocks,
+        places: Places,
+        bounds: torch.Tensor,
+        plan: BlocksPlan,
+        heads: int,
+        count: int,
+        least_mass: float,
+    ) -> None:
+        layers, kv_heads, num_places, _, size = bounds.shape
+        self._form, self._dtype, self._layers = (1, heads, size), bounds.dtype, layers
+        kernels = ops.kernels_for(bounds)
+        if not bounds.is_cpu or not isinstance(kernels, NativeKernels) or not bounds[0, 0].is_contiguous():
+            raise refuse("bounds", bounds, "dense but for layers and KV heads, on the CPU with the C back end")
+        if row.last_place >= num_places or not 0 <= count <= row.num_below:
+            raise ValueError(f"place {row.last_place} of {num_places}, {count} blocks to choose of {row.num_below}")
+        num = len(row.places)
+        if plan.lengths != [num - row.num_below + count] * kv_heads or plan.heads.num_tokens != kv_heads:
+            raise ValueError(f"the plan is for {plan.lengths} blocks, heads read {num - row.num_below + count}")
+        first = places.tensors[0]
+        for tensor in places.tensors:
+            dense = not len(tensor) or tensor[0, 0].is_contiguous()
+            fits = tensor.shape[1:4] == (layers, 2, kv_heads) and tensor.shape[4:] == first.shape[4:]
+            if not dense or not fits or tensor.dtype != first.dtype or tensor.shape[5] != size or not tensor.is_cpu:
+                raise refuse("a place", tensor, f"{first.dtype} with {layers} layers of {kv_heads} heads of {size}")
+        sizes, sources = [len(tensor) for tensor in places.tensors], places.sources
+        if len(places.ids) != num or len(sources) != num or sources.min() < 0 or sources.max() >= len(sizes):
+            raise ValueError(f"places are not of {num} blocks in {len(sizes)} tensors")
+        if (places.ids < 0).any() or (places.ids >= np.asarray(sizes)[sources]).any():
+            raise ValueError(f"places name blocks that are not there: tensors have {sizes}")
+        self._native = kernels.row_attention(row, plan, places, bounds, heads, count, least_mass)
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: int, scale: float, softcap: float = 0.0) -> float:
+        """What is missed, on average over heads; `out` is written unless that leaves less than `least_mass`.
+
+        out, q: dense [1, heads, hs]. Raises ValueError.
+        """
+        for name, x in (("q", q), ("out", out)):
+            if x.shape != self._form or x.dtype != self._dtype or not x.is_contiguous():
+                raise refuse(name, x, f"dense {self._dtype} {self._form}")
+        if not 0 <= layer < self._layers:
+            raise ValueError(f"layer is {layer}; there are 0 to {self._layers - 1}")
+        return self._native.attend(out, q, layer, scale, softcap)

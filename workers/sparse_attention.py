@@ -41,8 +41,10 @@ class SparseReader:
     """Attends single rows over chosen blocks. One per shard.
 
     first_brought: places from here on are copied to memory of its own first, those before are read in place; readers:
-    `num_readers` threads that copy.
+    `num_readers` threads that copy; in_one_call: rows for which nothing is copied choose and attend in one.
     """
+
+    in_one_call = True
 
     def __init__(
         self,
@@ -96,8 +98,11 @@ class SparseRow:
         self._sources, self._ids = resident(table, places)
         num_below, layout = self._blocks.num_below, reader.pool.layout
         self._count = max(1, math.ceil(reader.settings.budget * num_below))
+        self._num_read = self._count * layout.num_kv_heads
+        self._in_one_call = reader.in_one_call and self._blocks.last_place < reader.first_brought
         lengths = np.full(layout.num_kv_heads, len(table) - num_below + self._count)
         self._plan = block_sparse.plan_blocks(lengths, context, 1, layout, reader.num_heads)
+        self._direct: block_sparse.RowAttention | None = None
         self.counts = SparseCounts()
 
     def choose(self, q: torch.Tensor, layer: int, scale: float, softcap: float) -> block_sparse.BlockChoice:
@@ -117,15 +122,40 @@ class SparseRow:
 
         out, q [1, heads, hs]; kv_cache: the device's.
         """
-        counts = self.counts
-        choice = self.choose(q[0].contiguous(), layer, scale, softcap)
-        missed = sum(choice.missed.tolist()) / len(choice.missed)
+        counts, least = self.counts, self._reader.settings.min_mass
         counts.num_chosen += 1
-        if 1.0 - missed < self._reader.settings.min_mass:
+        if self._in_one_call and out.is_contiguous() and q.is_contiguous():
+            missed = self._attend_directly(out, q, kv_cache, layer, scale, softcap)
+            lost = frozenset[int]()
+        else:
+            choice = self.choose(q[0].contiguous(), layer, scale, softcap)
+            missed = sum(choice.missed.tolist()) / len(choice.missed)
+            lost = self.read(out, q, kv_cache, layer, choice, scale, softcap) if 1.0 - missed >= least else frozenset()
+        if 1.0 - missed < least:
             counts.num_dense += 1
-            return False, frozenset()
+            return False, lost
         counts.missed += missed
-        return True, self.read(out, q, kv_cache, layer, choice, scale, softcap)
+        return True, lost
+
+    def _attend_directly(
+        self, out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, scale: float, softcap: float
+    ) -> float:
+        """Where nothing has to be brought: what is missed, on average over heads."""
+        if self._direct is None:
+            pool = self._reader.pool
+            self._direct = block_sparse.RowAttention(
+                self._blocks,
+                segments.Places((kv_cache, pool.host), self._sources, self._ids),
+                pool.bounds,
+                self._plan,
+                self._reader.num_heads,
+                self._count,
+                self._reader.settings.min_mass,
+            )
+        missed = self._direct.attend(out, q, layer, scale, softcap)
+        if 1.0 - missed >= self._reader.settings.min_mass:
+            self.counts.num_host += self._num_read
+        return missed
 
     def read(
         self,
@@ -140,7 +170,7 @@ class SparseRow:
     ) -> frozenset[int]:
         """Attention over a choice's blocks; the places that are lost. lse: as of `block_sparse.attend_blocks`."""
         reader, pool, sources, ids = self._reader, self._reader.pool, self._sources, self._ids
-        num_read, num_disk, lost = self._count * len(choice.mask), 0, frozenset[int]()
+        num_disk, lost = 0, frozenset[int]()
         tensors: tuple[torch.Tensor, ...] = (kv_cache, pool.host)
         if self._blocks.last_place >= reader.first_brought:
             brought = np.flatnonzero(choice.read & (self._places >= reader.first_brought))
@@ -150,7 +180,7 @@ class SparseRow:
             sources[brought], ids[brought] = BROUGHT, np.arange(len(brought))
             num_disk = int(np.count_nonzero(heads[:, self._places[brought] >= pool.host_blocks]))
         self.counts.num_disk += num_disk
-        self.counts.num_host += num_read - num_disk
+        self.counts.num_host += self._num_read - num_disk
         block_sparse.attend_blocks(
             out,
             q,

@@ -23,7 +23,7 @@ struct choice {
     uint32_t *far;         /* [num_kv_heads][num_blocks] scratch */
     float *terms;          /* [num_kv_heads][num_blocks] scratch */
     uint8_t *mask;         /* [num_kv_heads][num_blocks]: 1 where a head reads a block */
-    uint8_t *read;         /* [num_blocks]: 1 where any head reads one that has a place; zeros before */
+    uint8_t *read;         /* [num_blocks]: 1 where any head reads one that has bounds */
     float *most;           /* [num_heads]: log of the sum of exponentials of the bounds of what is not read */
     float *missed;         /* [num_heads]: its share of the sum over all blocks that have bounds */
     int64_t num_blocks, num_heads, num_kv_heads;
@@ -155,4 +155,13 @@ static void pack_of_head(const struct packing *p, int64_t kv_head) {
     if (count < p->width) chosen[count] = 0;
     for (; i < p->num_blocks; i++) count += mask[i];
     p->lengths[kv_head] = count;
+}
+
+static void choose(const struct choice *c) {
+    memset(c->read, 0, c->num_blocks);
+    for (int64_t head = 0; head < c->num_kv_heads; head++) choose_of_head(c, head);
+}
+
+static void pack(const struct packing *p) {
+    for (int64_t head = 0; head < p->num_kv_heads; head++) pack_of_head(p, head);
 }

@@ -118,13 +118,9 @@ void cut_into_units(struct plan *p, struct unit *units, struct split *splits, in
     cut(p, units, splits, num_threads);
 }
 
-void choose_blocks(const struct choice *c) {
-    for (int64_t head = 0; head < c->num_kv_heads; head++) choose_of_head(c, head);
-}
+void choose_blocks(const struct choice *c) { choose(c); }
 
-void pack_blocks(const struct packing *p) {
-    for (int64_t head = 0; head < p->num_kv_heads; head++) pack_of_head(p, head);
-}
+void pack_blocks(const struct packing *p) { pack(p); }
 
 void copy_blocks(char *kv, const int64_t *from, const int64_t *to, int64_t count, int64_t block_bytes, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (count > 1)

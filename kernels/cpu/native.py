@@ -9,22 +9,25 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tournant.kernels.cpu.native_blocks import NativeBlocks
+from tournant.kernels.cpu.native_blocks import LAYER, NativeBlocks, NativeRow
 from tournant.kernels.layers import FusedLayers, LayerParts
 from tournant.kernels.plan import PARTIAL_EXTRA, AttentionPlan
 from tournant.kernels.quantized import KINDS, QuantizedMatrix
 from tournant.kernels.reference import row_error
 
+if TYPE_CHECKING:
+    from tournant.kernels.block_sparse import BlocksPlan, RowBlocks
+    from tournant.kernels.segments import Places
+
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _PLAN = struct.Struct("6P11q")  # struct plan
-_LAYER = struct.Struct("5P7qffq3P2q")  # struct layer
 _STORE = struct.Struct("9P16q")  # struct store
 _MATRIX = struct.Struct("2P3q")  # struct matrix
 _PRODUCT = struct.Struct("2P6q")  # struct product
@@ -75,6 +78,10 @@ class NativeKernels:
         self._encode_blocks = functions("encode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
         self._decode_blocks = functions("decode_blocks", _P, _P, _P, _Q, _Q, _Q, _Q, _I)
         self._copy_blocks = function("copy_blocks", None, _P, _P, _P, _Q, _Q, _I)
+        self._attend_row = {
+            dtype: function(f"attend_row_{suffix}", _D, *[ctypes.c_char_p] * 3, _P, ctypes.c_char_p, _D)
+            for dtype, suffix in SUFFIXES.items()
+        }
         self.blocks = NativeBlocks(
             functions("score_bounds", ctypes.c_char_p),
             function("choose_blocks", None, ctypes.c_char_p),
@@ -260,7 +267,7 @@ class NativeKernels:
             out[plan.num_tokens :].zero_()
         block_stride, layer_stride, value_offset = kv_cache.stride()[:3]
         scales, scale_stride = _scales(kv_scales, layer)
-        packed = _LAYER.pack(
+        packed = LAYER.pack(
             q.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.itemsize,
             out.data_ptr(),
@@ -298,7 +305,7 @@ class NativeKernels:
         """form: a KV tensor of the kind that lies at the addresses, int64 [S, blocks], of one layer's K."""
         if plan.native is None:
             plan.native = self.prepare(plan)
-        packed = _LAYER.pack(
+        packed = LAYER.pack(
             q.data_ptr(),
             0,
             out.data_ptr(),
@@ -321,6 +328,25 @@ class NativeKernels:
             0,
         )
         self._paged_attention[q.dtype](ctypes.addressof(plan.native.packed), packed)
+
+    def row_attention(
+        self,
+        row: RowBlocks,
+        plan: BlocksPlan,
+        places: Places,
+        bounds: torch.Tensor,
+        heads: int,
+        count: int,
+        least_mass: float,
+    ) -> NativeRow:
+        """As `block_sparse.RowAttention`, whose arguments these are."""
+        if plan.heads.native is None:
+            plan.heads.native = self.prepare(plan.heads)
+        form = places.tensors[0]
+        stride = heads // bounds.shape[1] * bounds.shape[4]
+        fields = (0, 0, stride, stride, 0, form.stride(2), 0, _FORMS.get(form.dtype, 0), 0), (torch.get_num_threads(),)
+        run = self._attend_row[bounds.dtype]
+        return NativeRow(run, plan.heads.native.packed, fields, row, plan, places, bounds, heads, count, least_mass)
 
     def quantized_linear(self, out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
         product = _PRODUCT.pack(

@@ -6,6 +6,7 @@ done that. Arrays of numpy are dense.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import struct
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ import torch
 
 if TYPE_CHECKING:
     from tournant.kernels.block_sparse import BlocksPlan, RowBlocks
+    from tournant.kernels.segments import Places
 
+LAYER = struct.Struct("5P7qffq3P2q")  # struct layer of kernels/cpu/attention.h
 _BOUNDS = struct.Struct("4P6q2f")  # struct bounds
 _CHOICE = struct.Struct("8P4q")  # struct choice
 _PACKING = struct.Struct("3P6q2P4q")  # struct packing
@@ -47,6 +50,69 @@ def _scratch_of(row: RowBlocks, heads: int, kv_heads: int) -> _Scratch:
     return scratch
 
 
+class NativeRow:
+    """`block_sparse.RowAttention` in one call. All that is the same in every layer is packed once.
+
+    run: attend_row of the library; packed: struct plan; layer_fields: those of struct layer between `out` and `scale`,
+    and those between `softcap` and `addresses`.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        packed: ctypes.Array[ctypes.c_char],
+        layer_fields: tuple[tuple[int, ...], tuple[int, ...]],
+        row: RowBlocks,
+        plan: BlocksPlan,
+        places: Places,
+        bounds: torch.Tensor,
+        heads: int,
+        count: int,
+        least_mass: float,
+    ) -> None:
+        _, kv_heads, _, _, size = bounds.shape
+        scratch, num, tensors = _scratch_of(row, heads, kv_heads), len(row.places), places.tensors
+        chosen, lengths, pointers = _chosen_of(plan)
+        self._run, self._packed, self._fields, self._least_mass = run, packed, layer_fields, least_mass
+        self._kept = (row, plan, places, bounds, scratch, chosen, lengths)
+        self._bases = [tensor.data_ptr() for tensor in (bounds, *tensors)]
+        self._steps = [bounds.stride(0) * bounds.itemsize, *(t.stride(1) * t.itemsize for t in tensors)]
+        threads = torch.get_num_threads()
+        found = (row.places.ctypes.data, scratch.found.data_ptr())
+        self._bounds = (*found, num, heads, kv_heads, size, bounds.stride(1), threads)
+        self._choice = _CHOICE.pack(scratch.found.data_ptr(), *scratch.pointers, num, heads, kv_heads, count)
+        self._where = (scratch.mask.ctypes.data, places.sources.ctypes.data, places.ids.ctypes.data)
+        strides = (*(tensor.stride(0) * tensor.itemsize for tensor in tensors), 0, 0)[:3]
+        panel = tensors[0].stride(3) * tensors[0].itemsize
+        self._packing = (*strides, *pointers, num, kv_heads, chosen.shape[1], panel)
+        self._more = (0,) * (3 - len(tensors))
+        self._addresses = chosen.ctypes.data
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: int, scale: float, softcap: float) -> float:
+        """What is missed, on average over heads."""
+        bounds, *bases = (base + layer * step for base, step in zip(self._bases, self._steps, strict=True))
+        before, after = self._fields
+        at = q.data_ptr()
+        missed: float = self._run(
+            _BOUNDS.pack(at, bounds, *self._bounds, scale, softcap),
+            self._choice,
+            _PACKING.pack(*self._where, *bases, *self._more, *self._packing),
+            ctypes.addressof(self._packed),
+            LAYER.pack(at, 0, out.data_ptr(), *before, scale, softcap, *after, self._addresses, 0, 0, 0, 0),
+            self._least_mass,
+        )
+        return missed
+
+
+def _chosen_of(plan: BlocksPlan) -> tuple[Array, Array, tuple[int, int]]:
+    """Addresses [kv_heads, width] and lengths [kv_heads] of what heads read, kept with the plan; their addresses."""
+    if plan.native is None:
+        arrays = np.zeros(plan.heads.block_tables.shape, np.int64), np.empty(len(plan.lengths), np.int64)
+        plan.native = (*arrays, tuple(array.ctypes.data for array in arrays))
+    found: tuple[Array, Array, tuple[int, int]] = plan.native
+    return found
+
+
 class NativeBlocks:
     """score_bounds: by dtype, the others for all; functions of the library that take one packed struct."""
 
@@ -73,7 +139,6 @@ class NativeBlocks:
         """mask, read, most, missed of `BlockChoice`; overwrites found."""
         heads, num = found.shape
         scratch = _scratch_of(row, heads, kv_heads)
-        scratch.read.fill(False)
         self._choose_blocks(_CHOICE.pack(found.data_ptr(), *scratch.pointers, num, heads, kv_heads, count))
         return scratch.mask, scratch.read, scratch.most, scratch.missed
 
@@ -93,10 +158,7 @@ class NativeBlocks:
         """
         kv_heads, num = mask.shape
         width = plan.heads.block_tables.shape[1]
-        if plan.native is None:
-            arrays = np.zeros((kv_heads, width), np.int64), np.empty(kv_heads, np.int64)
-            plan.native = (*arrays, tuple(array.ctypes.data for array in arrays))
-        chosen, lengths, pointers = plan.native
+        chosen, lengths, pointers = _chosen_of(plan)
         where = ((*of_sources, 0, 0)[:3] for of_sources in (bases.tolist(), strides.tolist()))
         places = (mask.ctypes.data, sources.ctypes.data, ids.ctypes.data)
         self._pack_blocks(_PACKING.pack(*places, *itertools.chain(*where), *pointers, num, kv_heads, width, panel))

@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.kernel_case import DTYPES, LAYER, TOLERANCE, Case
 from tournant.kernels import block_sparse, ops
-from tournant.kernels.block_sparse import RowBlocks
+from tournant.kernels.block_sparse import RowAttention, RowBlocks
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.segments import Places
 
@@ -156,6 +156,88 @@ def test_the_nearest_to_a_head_s_best_are_chosen_and_the_first_of_equal_ones() -
     assert everything.mask.all()
     assert everything.missed.tolist() == [0.0, 0.0]
     assert everything.missed_at_most(lse, 16) == 0.0
+
+
+class Row:
+    """The last row of a case whose blocks, but for the last two, lie below in a tensor of their own."""
+
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        self.case, _ = case_of(dtype)
+        table = self.case.tables[0][:BLOCKS].astype(np.int64)
+        cache = self.case.kv_cache.clone()
+        below = cache[torch.from_numpy(table)].transpose(0, 1).contiguous().transpose(0, 1)
+        is_below = np.arange(BLOCKS) < BLOCKS - 2
+        cache[torch.from_numpy(table[is_below])] = float("nan")
+        bounds = block_sparse.key_bounds(below.nan_to_num(), dtype).permute(1, 2, 0, 3, 4).contiguous()
+        self.bounds, self.count = bounds, count
+        self.blocks = RowBlocks(np.where(is_below, np.arange(BLOCKS), -1))
+        self.places = Places((cache, below), is_below.astype(np.int64), np.where(is_below, np.arange(BLOCKS), table))
+        self.plan = block_sparse.plan_blocks([2 + count] * 3, LENGTH, 1, self.case.layout, 9)
+        self.q = self.case.q[-1:].contiguous()
+
+    def attention(self, least_mass: float = 0.0) -> RowAttention:
+        return RowAttention(self.blocks, self.places, self.bounds, self.plan, 9, self.count, least_mass)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("compiled", "threads")
+def test_one_call_does_what_the_three_do(dtype: torch.dtype, softcap: float) -> None:
+    row = Row(dtype, 10)
+    scale = row.case.scale
+    found = block_sparse.score_bounds(row.q[0], row.bounds[LAYER], row.blocks, scale, softcap)
+    choice = block_sparse.choose_blocks(found, row.blocks, 3, row.count)
+    expected, missed = torch.empty_like(row.q), float(choice.missed.astype(np.float64).mean())
+    where = (row.places, (LAYER, LAYER), choice.mask.copy(), LENGTH, row.case.layout, scale)
+    block_sparse.attend_blocks(expected, row.q, *where, softcap=softcap)
+    assert 0 < missed < 1
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        out = torch.full_like(row.q, float("nan"))
+        assert Row(dtype, 10).attention().attend(out, row.q, LAYER, scale, softcap) == pytest.approx(missed)
+        assert torch.equal(out, expected)
+    out = torch.full_like(row.q, 3.0)
+    assert row.attention(1.0 - missed / 2).attend(out, row.q, LAYER, scale, softcap) == pytest.approx(missed)
+    assert bool((out == 3.0).all())  # too much would be missed: nothing was attended to
+
+
+@pytest.mark.usefixtures("compiled")
+def test_one_call_over_every_block_is_paged_attention() -> None:
+    row = Row(torch.float32, BLOCKS - 2)
+    out = torch.empty_like(row.q)
+    assert row.attention(1.0).attend(out, row.q, LAYER, row.case.scale) == 0.0
+    assert torch.equal(out, row.case.attend([(0, LENGTH - 1, LENGTH)])[0])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_rows_that_cannot_be_are_refused() -> None:
+    row = Row(torch.float32, 10)
+    places, far = row.places, row.places.ids.copy()
+    far[3] = 1000
+    for message, wrong in (
+        ("blocks that are not there", {"places": Places(places.tensors, places.sources, far)}),
+        ("are not of 44 blocks", {"places": Places(places.tensors, places.sources[:40], places.ids[:40])}),
+        ("are not of 44 blocks in 1 tensors", {"places": Places(places.tensors[:1], places.sources, places.ids)}),
+        ("a place is", {"places": Places((places.tensors[0], row.bounds), places.sources, places.ids)}),
+        ("the plan is for", {"count": 11}),
+        ("1000 blocks to choose", {"count": 1000}),
+        ("bounds is", {"bounds": row.bounds.transpose(3, 4)}),
+        ("place 41 of 3", {"bounds": row.bounds[:, :, :3].contiguous()}),
+    ):
+        changed = Row(torch.float32, 10)
+        for name, value in wrong.items():
+            setattr(changed, name, value)
+        with pytest.raises(ValueError, match=message):
+            changed.attention()
+    attention, out = row.attention(), torch.zeros_like(row.q)
+    for message, arguments in (
+        ("q is", (out, row.q[:, :3], LAYER, 0.1)),
+        ("out is", (out.double(), row.q, LAYER, 0.1)),
+        ("layer is 9; there are 0 to", (out, row.q, 9, 0.1)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.attend(*arguments)  # type: ignore[arg-type]
+    assert not out.any()
 
 
 @pytest.mark.usefixtures("compiled")
