@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -59,8 +60,19 @@ def handle() -> Any:
 
 
 def leftovers(tmp: Path) -> list[str]:
-    """Run folders and shared memory that a `tournant serve` could have left."""
-    return [str(path) for path in (*tmp.glob("tournant-*"), *Path("/dev/shm").glob("*"), *Path("/tmp").glob("ray"))]
+    """Run folders and shared memory that a `tournant serve` could have left; semaphores are of searches of simulations
+    that another test process may run.
+    """
+    shared = [path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")]
+    return [str(path) for path in (*tmp.glob("tournant-*"), *shared, *Path("/tmp").glob("ray"))]
+
+
+@pytest.fixture
+def run_folders() -> Iterator[Path]:
+    """TMPDIR of a `tournant serve`, whose sockets need a short path. A test that ends well has removed it."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_with_tiers(model: Path, tmp_path: Path, run_folders: Path, port: int) -> subprocess.Popen[str]:
@@ -90,11 +102,9 @@ def kv_status(run_folders: Path) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in found.stdout.splitlines())
 
 
-def test_blocks_outlive_tournant_serve(tiny_model: Path, tmp_path: Path) -> None:
+def test_blocks_outlive_tournant_serve(tiny_model: Path, tmp_path: Path, run_folders: Path) -> None:
     """However it ends: engines first, then the store writes to disk what it has, and the next start finds it."""
     port = free_port()
-    run_folders = Path("/tmp", f"t{os.getpid()}")
-    run_folders.mkdir()
     before = set(leftovers(run_folders))
     on_disk = [0]
     for number, prompt in ((signal.SIGINT, "first " * 20), (signal.SIGTERM, "second " * 20)):
@@ -124,10 +134,8 @@ def test_blocks_outlive_tournant_serve(tiny_model: Path, tmp_path: Path) -> None
     run_folders.rmdir()
 
 
-def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_tournant_serve_answers_and_leaves_nothing(tiny_model: Path, tmp_path: Path, run_folders: Path) -> None:
     port = free_port()
-    run_folders = Path("/tmp", f"t{os.getpid()}")  # sockets below need a short path
-    run_folders.mkdir()
     before = set(leftovers(run_folders))
     admin_key = write_secret(tmp_path / "admin", KEYS["root"])
     command = [
@@ -242,7 +250,7 @@ def deployed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 [BIN / "serve", "deploy", "--address", f"http://127.0.0.1:{dashboard}", path],
                 check=True,
                 capture_output=True,
-                timeout=60,
+                timeout=180,  # on two cores that other tests share it took more than 60
             )
             wait_until_running()
             yield port
