@@ -18,6 +18,7 @@ import torch
 from tournant.kernels import ops
 from tournant.kernels.checks import refuse
 from tournant.kernels.cpu.native import NativeKernels
+from tournant.kernels.cpu.native_blocks import NativeRow
 from tournant.kernels.layout import KVLayout
 from tournant.kernels.plan import AttentionPlan
 from tournant.kernels.segments import Places
@@ -218,6 +219,7 @@ def attend_blocks(
         lse.copy_(sums.view(kv_heads, count, group).transpose(0, 1).reshape(count, heads))
 
 
+@dataclass(slots=True)
 class RowAttention:
     """Choice and attention of one row whose blocks lie where they can be read, in any layer, by one call of the C back
     end: as `score_bounds`, `choose_blocks` and `attend_blocks` one after another. Not for two threads.
@@ -228,18 +230,18 @@ class RowAttention:
     estimate of `BlockChoice.missed`. The tensors are kept. Raises ValueError.
     """
 
-    def __init__(
-        self,
-        row: RowBlocks,
-        places: Places,
-        bounds: torch.Tensor,
-        plan: BlocksPlan,
-        heads: int,
-        count: int,
-        least_mass: float,
-    ) -> None:
+    row: RowBlocks
+    places: Places
+    bounds: torch.Tensor
+    plan: BlocksPlan
+    heads: int
+    count: int
+    least_mass: float
+    _native: NativeRow = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        row, places, bounds, plan, count = self.row, self.places, self.bounds, self.plan, self.count
         layers, kv_heads, num_places, _, size = bounds.shape
-        self._form, self._dtype, self._layers = (1, heads, size), bounds.dtype, layers
         kernels = ops.kernels_for(bounds)
         if not bounds.is_cpu or not isinstance(kernels, NativeKernels) or not bounds[0, 0].is_contiguous():
             raise refuse("bounds", bounds, "dense but for layers and KV heads, on the CPU with the C back end")
@@ -259,16 +261,17 @@ class RowAttention:
             raise ValueError(f"places are not of {num} blocks in {len(sizes)} tensors")
         if (places.ids < 0).any() or (places.ids >= np.asarray(sizes)[sources]).any():
             raise ValueError(f"places name blocks that are not there: tensors have {sizes}")
-        self._native = kernels.row_attention(row, plan, places, bounds, heads, count, least_mass)
+        self._native = kernels.row_attention(self)
 
     def attend(self, out: torch.Tensor, q: torch.Tensor, layer: int, scale: float, softcap: float = 0.0) -> float:
         """What is missed, on average over heads; `out` is written unless that leaves less than `least_mass`.
 
         out, q: dense [1, heads, hs]. Raises ValueError.
         """
+        form, dtype = (1, self.heads, self.bounds.shape[4]), self.bounds.dtype
         for name, x in (("q", q), ("out", out)):
-            if x.shape != self._form or x.dtype != self._dtype or not x.is_contiguous():
-                raise refuse(name, x, f"dense {self._dtype} {self._form}")
-        if not 0 <= layer < self._layers:
-            raise ValueError(f"layer is {layer}; there are 0 to {self._layers - 1}")
+            if x.shape != form or x.dtype != dtype or not x.is_contiguous():
+                raise refuse(name, x, f"dense {dtype} {form}")
+        if not 0 <= layer < len(self.bounds):
+            raise ValueError(f"layer is {layer}; there are 0 to {len(self.bounds) - 1}")
         return self._native.attend(out, q, layer, scale, softcap)

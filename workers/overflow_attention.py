@@ -31,7 +31,7 @@ from tournant.workers.device import Device
 from tournant.workers.overflow_choice import OverflowChoice
 from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.overflow_ring import NUM_READERS, Fill, OverflowRing, Part
-from tournant.workers.overflow_routes import BROUGHT, cut_pieces, resident
+from tournant.workers.overflow_routes import BROUGHT, cut_pieces, first_piece, resident
 from tournant.workers.sparse_attention import SparseReader
 
 Array = npt.NDArray[np.int64]
@@ -160,10 +160,8 @@ class OverflowAttention:
             return None
         per_piece, num_read = PIECE_TOKENS // self.pool.layout.block_tokens, 0
         for window, num_layers in Counter(self.windows).items():
-            first = (
-                np.maximum(0, context_lens - counts - window + 1) // PIECE_TOKENS * per_piece if window else 0 * counts
-            )
-            num_read += num_layers * int((below & (np.arange(tables.shape[1]) >= first[:, None])).sum())
+            for own, context, count in zip(below, context_lens.tolist(), counts.tolist(), strict=True):
+                num_read += num_layers * int(own[first_piece(context, count, window) * per_piece :].sum())
         return InPlaceStep(self, num_read)
 
     def step(self, hot: list[tuple[slice, AttentionPlan]], long: list[LongRows]) -> OverflowStep:
@@ -235,7 +233,7 @@ class OverflowStep:
         owner, rows, places, count = self._owner, self._long[index], self._places[index], self._counts[index]
         linked, in_place, num_host = owner.device.has_link, self._in_place[index], owner.pool.host_blocks
         per_piece, pieces = PIECE_TOKENS // owner.pool.layout.block_tokens, -(-rows.context // PIECE_TOKENS)
-        first = max(0, rows.context - count - window + 1) // PIECE_TOKENS if window else 0
+        first = first_piece(rows.context, count, window)
         sources, ids = resident(rows.table, places)
         cuts = cut_pieces(
             places,

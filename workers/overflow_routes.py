@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tournant.kernels.plan import PIECE_TOKENS
+
 Array = npt.NDArray[np.int64]
 DEVICE, RAM, BROUGHT = 0, 1, 2  # sources of blocks
 
@@ -20,6 +22,11 @@ def resident(table: Array, places: Array) -> tuple[Array, Array]:
     halves; places: the same as places below, below 0 for those on the device.
     """
     return np.where(places < 0, DEVICE, RAM), np.where(places < 0, table, places)
+
+
+def first_piece(context: int, num_rows: int, window: int) -> int:
+    """Of a sequence's pieces the first that any of its newest rows sees. window: keys that a row sees, 0 = all."""
+    return max(0, context - num_rows - window + 1) // PIECE_TOKENS if window else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,40 +122,32 @@ class SparseRow:
 
         out, q [1, heads, hs]; kv_cache: the device's.
         """
-        counts, least = self.counts, self._reader.settings.min_mass
+        counts, lost = self.counts, frozenset[int]()
+        directly = self._in_one_call and out.is_contiguous() and q.is_contiguous()
         counts.num_chosen += 1
-        if self._in_one_call and out.is_contiguous() and q.is_contiguous():
-            missed = self._attend_directly(out, q, kv_cache, layer, scale, softcap)
-            lost = frozenset[int]()
+        if directly:
+            missed = self._direct_of(kv_cache).attend(out, q, layer, scale, softcap)
         else:
             choice = self.choose(q[0].contiguous(), layer, scale, softcap)
             missed = sum(choice.missed.tolist()) / len(choice.missed)
-            lost = self.read(out, q, kv_cache, layer, choice, scale, softcap) if 1.0 - missed >= least else frozenset()
-        if 1.0 - missed < least:
+        if 1.0 - missed < self._reader.settings.min_mass:
             counts.num_dense += 1
             return False, lost
+        if directly:
+            counts.num_host += self._num_read
+        else:
+            lost = self.read(out, q, kv_cache, layer, choice, scale, softcap)
         counts.missed += missed
         return True, lost
 
-    def _attend_directly(
-        self, out: torch.Tensor, q: torch.Tensor, kv_cache: torch.Tensor, layer: int, scale: float, softcap: float
-    ) -> float:
-        """Where nothing has to be brought: what is missed, on average over heads."""
+    def _direct_of(self, kv_cache: torch.Tensor) -> block_sparse.RowAttention:
+        """For rows for which nothing has to be brought."""
         if self._direct is None:
-            pool = self._reader.pool
-            self._direct = block_sparse.RowAttention(
-                self._blocks,
-                segments.Places((kv_cache, pool.host), self._sources, self._ids),
-                pool.bounds,
-                self._plan,
-                self._reader.num_heads,
-                self._count,
-                self._reader.settings.min_mass,
-            )
-        missed = self._direct.attend(out, q, layer, scale, softcap)
-        if 1.0 - missed >= self._reader.settings.min_mass:
-            self.counts.num_host += self._num_read
-        return missed
+            reader = self._reader
+            places = segments.Places((kv_cache, reader.pool.host), self._sources, self._ids)
+            of_row = (self._plan, reader.num_heads, self._count, reader.settings.min_mass)
+            self._direct = block_sparse.RowAttention(self._blocks, places, reader.pool.bounds, *of_row)
+        return self._direct
 
     def read(
         self,

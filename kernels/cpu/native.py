@@ -22,8 +22,7 @@ from tournant.kernels.quantized import KINDS, QuantizedMatrix
 from tournant.kernels.reference import row_error
 
 if TYPE_CHECKING:
-    from tournant.kernels.block_sparse import BlocksPlan, RowBlocks
-    from tournant.kernels.segments import Places
+    from tournant.kernels.block_sparse import RowAttention
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -329,24 +328,14 @@ class NativeKernels:
         )
         self._paged_attention[q.dtype](ctypes.addressof(plan.native.packed), packed)
 
-    def row_attention(
-        self,
-        row: RowBlocks,
-        plan: BlocksPlan,
-        places: Places,
-        bounds: torch.Tensor,
-        heads: int,
-        count: int,
-        least_mass: float,
-    ) -> NativeRow:
-        """As `block_sparse.RowAttention`, whose arguments these are."""
-        if plan.heads.native is None:
-            plan.heads.native = self.prepare(plan.heads)
-        form = places.tensors[0]
-        stride = heads // bounds.shape[1] * bounds.shape[4]
+    def row_attention(self, one: RowAttention) -> NativeRow:
+        """For its `attend`."""
+        plan, form = one.plan.heads, one.places.tensors[0]
+        if plan.native is None:
+            plan.native = self.prepare(plan)
+        stride = one.heads // one.bounds.shape[1] * one.bounds.shape[4]
         fields = (0, 0, stride, stride, 0, form.stride(2), 0, _FORMS.get(form.dtype, 0), 0), (torch.get_num_threads(),)
-        run = self._attend_row[bounds.dtype]
-        return NativeRow(run, plan.heads.native.packed, fields, row, plan, places, bounds, heads, count, least_mass)
+        return NativeRow(self._attend_row[one.bounds.dtype], plan.native.packed, fields, one)
 
     def quantized_linear(self, out: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> None:
         product = _PRODUCT.pack(

@@ -7,7 +7,6 @@ done that. Arrays of numpy are dense.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from tournant.kernels.block_sparse import BlocksPlan, RowBlocks
-    from tournant.kernels.segments import Places
+    from tournant.kernels.block_sparse import BlocksPlan, RowAttention, RowBlocks
 
 LAYER = struct.Struct("5P7qffq3P2q")  # struct layer of kernels/cpu/attention.h
 _BOUNDS = struct.Struct("4P6q2f")  # struct bounds
@@ -51,7 +49,8 @@ def _scratch_of(row: RowBlocks, heads: int, kv_heads: int) -> _Scratch:
 
 
 class NativeRow:
-    """`block_sparse.RowAttention` in one call. All that is the same in every layer is packed once.
+    """`attend` of a `block_sparse.RowAttention`, which owns it and keeps all that it points to but the scratch. What is
+    the same in every layer is packed once.
 
     run: attend_row of the library; packed: struct plan; layer_fields: those of struct layer between `out` and `scale`,
     and those between `softcap` and `addresses`.
@@ -62,30 +61,25 @@ class NativeRow:
         run: Any,
         packed: ctypes.Array[ctypes.c_char],
         layer_fields: tuple[tuple[int, ...], tuple[int, ...]],
-        row: RowBlocks,
-        plan: BlocksPlan,
-        places: Places,
-        bounds: torch.Tensor,
-        heads: int,
-        count: int,
-        least_mass: float,
+        one: RowAttention,
     ) -> None:
+        row, places, bounds, heads, num = one.row, one.places, one.bounds, one.heads, len(one.row.places)
         _, kv_heads, _, _, size = bounds.shape
-        scratch, num, tensors = _scratch_of(row, heads, kv_heads), len(row.places), places.tensors
-        chosen, lengths, pointers = _chosen_of(plan)
-        self._run, self._packed, self._fields, self._least_mass = run, packed, layer_fields, least_mass
-        self._kept = (row, plan, places, bounds, scratch, chosen, lengths)
-        self._bases = [tensor.data_ptr() for tensor in (bounds, *tensors)]
-        self._steps = [bounds.stride(0) * bounds.itemsize, *(t.stride(1) * t.itemsize for t in tensors)]
+        self._scratch = scratch = _scratch_of(row, heads, kv_heads)
+        chosen, _, pointers = _chosen_of(one.plan)
+        self._run, self._packed, self._fields, self._least_mass = run, packed, layer_fields, one.least_mass
+        first = places.tensors[0]
+        bases, strides = places.strided([0] * len(places.tensors))
+        self._bases = (bounds.data_ptr(), *_three(bases))
+        steps = np.asarray([tensor.stride(1) * tensor.itemsize for tensor in places.tensors])
+        self._steps = (bounds.stride(0) * bounds.itemsize, *_three(steps))
         threads = torch.get_num_threads()
         found = (row.places.ctypes.data, scratch.found.data_ptr())
         self._bounds = (*found, num, heads, kv_heads, size, bounds.stride(1), threads)
-        self._choice = _CHOICE.pack(scratch.found.data_ptr(), *scratch.pointers, num, heads, kv_heads, count)
+        self._choice = _CHOICE.pack(scratch.found.data_ptr(), *scratch.pointers, num, heads, kv_heads, one.count)
         self._where = (scratch.mask.ctypes.data, places.sources.ctypes.data, places.ids.ctypes.data)
-        strides = (*(tensor.stride(0) * tensor.itemsize for tensor in tensors), 0, 0)[:3]
-        panel = tensors[0].stride(3) * tensors[0].itemsize
-        self._packing = (*strides, *pointers, num, kv_heads, chosen.shape[1], panel)
-        self._more = (0,) * (3 - len(tensors))
+        panel = first.stride(3) * first.itemsize
+        self._packing = (*_three(strides), *pointers, num, kv_heads, chosen.shape[1], panel)
         self._addresses = chosen.ctypes.data
 
     def attend(self, out: torch.Tensor, q: torch.Tensor, layer: int, scale: float, softcap: float) -> float:
@@ -96,12 +90,17 @@ class NativeRow:
         missed: float = self._run(
             _BOUNDS.pack(at, bounds, *self._bounds, scale, softcap),
             self._choice,
-            _PACKING.pack(*self._where, *bases, *self._more, *self._packing),
+            _PACKING.pack(*self._where, *bases, *self._packing),
             ctypes.addressof(self._packed),
             LAYER.pack(at, 0, out.data_ptr(), *before, scale, softcap, *after, self._addresses, 0, 0, 0, 0),
             self._least_mass,
         )
         return missed
+
+
+def _three(of_sources: Array) -> tuple[int, ...]:
+    """As struct packing has them."""
+    return (*of_sources.tolist(), 0, 0)[:3]
 
 
 def _chosen_of(plan: BlocksPlan) -> tuple[Array, Array, tuple[int, int]]:
@@ -159,7 +158,6 @@ class NativeBlocks:
         kv_heads, num = mask.shape
         width = plan.heads.block_tables.shape[1]
         chosen, lengths, pointers = _chosen_of(plan)
-        where = ((*of_sources, 0, 0)[:3] for of_sources in (bases.tolist(), strides.tolist()))
-        places = (mask.ctypes.data, sources.ctypes.data, ids.ctypes.data)
-        self._pack_blocks(_PACKING.pack(*places, *itertools.chain(*where), *pointers, num, kv_heads, width, panel))
+        places = (mask.ctypes.data, sources.ctypes.data, ids.ctypes.data, *_three(bases), *_three(strides))
+        self._pack_blocks(_PACKING.pack(*places, *pointers, num, kv_heads, width, panel))
         return chosen, lengths.tolist()
