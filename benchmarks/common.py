@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -87,8 +88,8 @@ class Samples:
         return statistics.median(self.values)
 
     def over(self, other: Samples) -> Samples:
-        """This divided by `other`, round by round."""
-        return Samples(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+        """This divided by `other`, round by round; infinite where the other is nothing."""
+        return Samples(tuple(a / b if b else math.inf for a, b in zip(self.values, other.values, strict=True)))
 
     def map(self, function: Callable[[float], float]) -> Samples:
         """The same rounds in another unit."""
@@ -110,6 +111,15 @@ def number(value: float) -> str:
     if abs(value) >= 1:
         return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
     return f"{value:.3g}"
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """One of 1 to 99, between the nearest two values. Raises BenchmarkError when there is none."""
+    if not values:
+        raise BenchmarkError(f"no value was measured that a p{percent} could be taken of")
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def at_least(limit: float, value: Samples) -> str:

@@ -14,10 +14,23 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from benchmarks.common import BenchmarkError, Bounds, Cell, Options, Report, Samples, Table, at_most, run_main, say
+from benchmarks.common import (
+    BenchmarkError,
+    Bounds,
+    Cell,
+    Options,
+    Report,
+    Samples,
+    Table,
+    at_most,
+    percentile,
+    run_main,
+    say,
+)
 from benchmarks.http_load import Arrivals, ServerProcess, load
 from benchmarks.model_costs import ModelCosts
 from tournant.kernels.layout import KVLayout
@@ -69,14 +82,17 @@ class Percentiles:
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def book(self, answers: Sequence[Arrivals], new: int, seconds: float) -> None:
-        """Add a round. Raises BenchmarkError when a stream brought no event."""
+        """Add a round of answers with `new` tokens each; tokens that came in one event have nothing between them.
+
+        Raises BenchmarkError when a stream brought no event.
+        """
         if any(not answer.events for answer in answers):
             raise BenchmarkError("a stream ended without an event")
         first = [answer.events[0] - answer.sent for answer in answers]
-        gaps = [b - a for answer in answers for a, b in zip(answer.events, answer.events[1:], strict=False)]
+        gaps = [gap for answer in answers for gap in _gaps(answer.events, new)]
         for name, found in (("first token", first), ("between tokens", gaps)):
             for percent in (50, 99):
-                self.values.setdefault(f"{name} p{percent}", []).append(_percentile(found, percent) * 1e3)
+                self.values.setdefault(f"{name} p{percent}", []).append(percentile(found, percent) * 1e3)
         self.values.setdefault("tokens/s", []).append(len(answers) * new / seconds)
 
     def samples(self, name: str) -> Samples:
@@ -84,8 +100,10 @@ class Percentiles:
         return Samples(tuple(self.values[name]))
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+def _gaps(events: Sequence[float], tokens: int) -> list[float]:
+    """Seconds between the tokens of a stream: 0 where an event brought several, or where the text of one waited."""
+    found = [b - a for a, b in pairwise(events)]
+    return found + [0.0] * (tokens - 1 - len(found))
 
 
 def _server(options: Options) -> Table:

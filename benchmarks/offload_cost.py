@@ -8,11 +8,10 @@ process is a reader or a copier.
 from __future__ import annotations
 
 import random
-import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from benchmarks.common import BenchmarkError, Cell, Options, Report, Samples, Table, at_most, say
+from benchmarks.common import BenchmarkError, Cell, Options, Report, Samples, Table, at_most, percentile, say
 from benchmarks.offload_engine import TieredEngine, Tiers, model_of
 from tournant.workers.models.families import read_decoder_config
 
@@ -71,7 +70,7 @@ def _round(engine: TieredEngine, prompts: list[list[int]], new: int) -> tuple[Sp
     after = engine.engine_cpu()
     own, others = (after[kind] - cpu[kind] for kind in (True, False))
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
-    p99 = statistics.quantiles(gaps, n=100, method="inclusive")[98]
+    p99 = percentile(gaps, 99)
     spent = Spent(
         own / (len(prompts) * new),
         own + others,

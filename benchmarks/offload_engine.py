@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,7 +49,7 @@ class Tiers:
 
 @dataclass(slots=True)
 class Answer:
-    """tokens: the new ones; arrivals: when each output came, seconds after the request; by_tier: prompt tokens found on
+    """tokens: the new ones; arrivals: when each came, seconds after the request; by_tier: prompt tokens found on
     the device, in RAM and on disk.
     """
 
@@ -63,8 +64,8 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between outputs."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        """Seconds between tokens, 0 where an output brought several."""
+        return [b - a for a, b in pairwise(self.arrivals)]
 
 
 class TieredEngine:
@@ -137,8 +138,7 @@ class TieredEngine:
         start = time.perf_counter()
 
         def take(output: RequestOutput) -> None:
-            if output.token_ids:
-                answer.arrivals.append(time.perf_counter() - start)
+            answer.arrivals += [time.perf_counter() - start] * len(output.token_ids)
             answer.tokens += output.token_ids
             answer.by_tier = output.cached_by_tier or answer.by_tier
             if output.finish_reason is not None and not done.done():

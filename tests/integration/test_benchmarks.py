@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from benchmarks import beyond_device, run_all, throughput
-from benchmarks.common import BenchmarkError, Options, Samples, at_least, at_most, interleave
+from benchmarks import beyond_device, latency, run_all, throughput
+from benchmarks.common import BenchmarkError, Options, Samples, at_least, at_most, interleave, percentile
 from benchmarks.contestant import Contestant
+from benchmarks.http_load import Arrivals
 from benchmarks.model_costs import ModelCosts
 from tests.integration.benchmark_tables import Run, check_table, run_quickly
 from tournant.workers.model_files import resolve_model
@@ -118,6 +119,31 @@ def test_rounds_alternate_and_ratios_are_taken_round_by_round() -> None:
     assert str(found["a"].over(found["b"])) == "0.5 (0.5-2.00)"
     assert at_least(0.6, Samples((0.5, 2.0, 0.5))) == ">= 0.6: missed"
     assert at_most(0.6, Samples((0.5, 2.0, 0.5))) == "<= 0.6: met"
+
+
+@pytest.mark.parametrize(
+    ("events", "between"),
+    [
+        ([3.0], [0.0, 0.0, 0.0]),
+        ([1.0, 2.0, 5.0], [1000.0, 3000.0, 0.0]),
+        ([1.0, 2.0, 4.0, 5.0], [1000.0, 2000.0, 1000.0]),
+    ],
+)
+def test_tokens_of_one_event_have_nothing_between_them(events: list[float], between: list[float]) -> None:
+    found = latency.Percentiles()
+    found.book([Arrivals(sent=0.5, events=events, body=b"")], new=4, seconds=2.0)
+    assert found.samples("first token p99") == Samples(((events[0] - 0.5) * 1e3,))
+    assert found.samples("between tokens p50") == Samples((sorted(between)[1],))
+    assert found.samples("tokens/s") == Samples((2.0,))
+    with pytest.raises(BenchmarkError, match="without an event"):
+        found.book([Arrivals(sent=0.5, events=[], body=b"")], new=4, seconds=2.0)
+
+
+def test_what_never_took_time_is_infinitely_slow_beside_it_and_nothing_has_no_percentile() -> None:
+    assert Samples((1.0, 2.0)).over(Samples((0.0, 4.0))) == Samples((float("inf"), 0.5))
+    assert percentile([7.0], 99) == 7.0
+    with pytest.raises(BenchmarkError, match="p99"):
+        percentile([], 99)
 
 
 def test_costs_count_every_weight_once(tiny_model: Path) -> None:
