@@ -18,7 +18,7 @@ from benchmarks import sparse_attention, weights_offload
 from benchmarks.common import Options, Report, Samples, Table, at_least, interleave, run_main, say
 from benchmarks.model_costs import ModelCosts
 from benchmarks.offload_engine import BLOCK_TOKENS, TieredEngine, model_of
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.families import read_decoder_config
 
 SHARE = 8  # context / device pool

@@ -23,9 +23,10 @@ from tournant.workers.engine_process import build_engine
 from tournant.workers.forward_input import InputBuilder
 from tournant.workers.kv_cache import KV_CACHE_DTYPES, KVCache
 from tournant.workers.messages import EngineRequest
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.decoder import Decoder
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.families import describe, read_decoder_config
 from tournant.workers.models.linear import can_pack
 from tournant.workers.sampling_params import SamplingParams
 from tournant.workers.weights import load_checkpoint
@@ -173,7 +174,7 @@ def _answers(files: ModelFiles, prompts: list[list[int]], dtype: str, form: str,
         kv_cache_bytes=1 << 28,
         num_threads=torch.get_num_threads(),
     )
-    engine = build_engine(config, files, writer_id=1)[0]
+    engine = build_engine(config, describe(files), writer_id=1)[0]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_new)
     for number, prompt in enumerate(prompts):
         engine.add_request(EngineRequest(number, prompt, params))

@@ -24,7 +24,8 @@ from tournant.kvstore.store_process import StoreProcess, start_store
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.messages import EngineRequest, EngineStats, RequestOutput
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 

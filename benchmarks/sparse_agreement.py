@@ -28,8 +28,9 @@ from tournant.workers.config import EngineConfig, SparseAttention
 from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.messages import EngineRequest
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.model_runner import ModelRunner
+from tournant.workers.models.families import describe
 from tournant.workers.overflow_attention import OverflowAttention
 from tournant.workers.overflow_pool import OverflowPool
 from tournant.workers.sampling_params import SamplingParams
@@ -133,7 +134,7 @@ class _Answers:
             overflow_host_bytes=BELOW_TOKENS * token_bytes,
             sparse_attention=SparseAttention(1.0),  # so that bounds are kept
         )
-        self._engine: Engine = build_engine(config, files, 1)[0]
+        self._engine: Engine = build_engine(config, describe(files), 1)[0]
         runner = self._engine.runner
         if not isinstance(runner, ModelRunner) or runner.inputs.overflow is None:
             raise BenchmarkError("the engine has no places below its device")

@@ -32,7 +32,8 @@ from benchmarks.common import (
 )
 from benchmarks.contestant import Contestant
 from benchmarks.model_costs import ModelCosts
-from tournant.workers.model_files import ModelFiles, default_model_path, resolve_model
+from tournant.workers.model_files import default_model_path, resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.families import read_decoder_config
 
 OURS, TRANSFORMERS, VLLM, LLAMA = "tournant", "transformers", "vllm", "llama.cpp"

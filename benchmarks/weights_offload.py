@@ -37,8 +37,10 @@ from tournant.kvstore.config import PAGE_BYTES
 from tournant.kvstore.token_bucket import Pace
 from tournant.workers.batch import Batch
 from tournant.workers.config import EngineConfig, WeightsOffload
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.model_runner import ModelRunner
+from tournant.workers.models.families import describe
 from tournant.workers.spill_file import bypass_page_cache
 from tournant.workers.weights_offload import StreamedLayers, WeightsPlaces
 
@@ -110,7 +112,7 @@ def _place(files: ModelFiles, options: Options, device_bytes: int, host_bytes: i
         num_threads=options.threads,
         weights_offload=WeightsOffload(device_bytes, host_bytes),
     )
-    return _Place(ModelRunner(config, files), link)
+    return _Place(ModelRunner(config, describe(files, config.max_model_len)), link)
 
 
 def _raw_disk(path: Path) -> Callable[[], float]:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from tournant.workers.engine_client import EngineClient, OutputSink
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 
 StartEngine = Callable[[ModelFiles], Awaitable[EngineClient]]
 START_ERRORS = (ConfigError, ModelFormatError, EngineDeadError, OSError)

@@ -33,7 +33,7 @@ from tournant.workers.attention_maps import MapProgress, MapRequest, write_atten
 from tournant.workers.errors import EngineDeadError
 from tournant.workers.map_files import AttentionMaps
 from tournant.workers.messages import EngineStats
-from tournant.workers.model_files import check_unchanged
+from tournant.workers.model_folder import check_unchanged
 from tournant.workers.sampling_params import SamplingParams
 
 NO_TIMEOUT_S = 7 * 86400.0

@@ -16,7 +16,8 @@ from tournant.deploy.tokenizer import Tokenizer
 from tournant.kvstore.errors import StoreConfigError, StoreRefused
 from tournant.workers.engine_client import EngineClient, ProcessEngineClient
 from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.families import read_decoder_config
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.parallel import check_split

@@ -26,7 +26,7 @@ from tournant.deploy.frontend import Frontend
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.engine_server import EngineServer
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 
 JOIN_S = 120.0
 PAUSE_S = 1.0  # between reports that are answered at once, and after one without an answer

@@ -29,7 +29,7 @@ from tournant.workers.device import Device, make_device
 from tournant.workers.errors import ConfigError
 from tournant.workers.forward_input import ForwardInput, InputBuilder
 from tournant.workers.map_files import KINDS, AttentionMaps, MapFolder, MapName
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.model_runner import TORCH_DTYPES
 from tournant.workers.models.decoder import Decoder
 from tournant.workers.models.decoder_config import DecoderConfig

@@ -42,7 +42,8 @@ from tournant.workers.messages import (
     start_to_wire,
     step_from_wire,
 )
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.open_requests import OpenRequests, Sink
 from tournant.workers.rank_launch import GroupPlace, LocalRanks, RankLauncher
@@ -140,6 +141,7 @@ class ProcessEngineClient(asyncio.Protocol):
         Raises ConfigError or ModelFormatError as the engine found, EngineDeadError when it died or took longer than
         `timeout_s`; no process is left then.
         """
+        model = (await asyncio.to_thread(describe, files, config.max_model_len)).to_wire()
         ours, theirs = socket.socketpair()
         with theirs:
             # -P keeps the current folder off the module path: a bare `kernels` there would shadow others' packages
@@ -151,7 +153,6 @@ class ProcessEngineClient(asyncio.Protocol):
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: client, sock=ours)
         try:
-            model = (str(files.folder), files.name, files.weights_id)
             host = LOCAL_HOST if launcher is None else launcher.host
             client._send(start_to_wire(StartMessage(config, model, os.getpid(), offload, host)))
             await asyncio.wait_for(client._until_ready(), timeout_s)

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -50,8 +49,8 @@ from tournant.workers.messages import (
     start_from_wire,
     step_to_wire,
 )
-from tournant.workers.model_files import ModelFiles
 from tournant.workers.model_runner import ModelRunner
+from tournant.workers.models.described import DescribedModel
 from tournant.workers.offload import open_group_link, open_link
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.parallel_runner import ShardRunner
@@ -86,10 +85,8 @@ class EngineServer:
         start = start_from_wire(self._first_message())
         parent = os.pidfd_open(start.parent_pid)
         threading.Thread(target=self._read, args=(parent,), daemon=True, name="reader").start()
-        folder, name, weights_id = start.model
         try:
-            files = ModelFiles(Path(folder), name, weights_id)
-            engine, info = self._build(start, files)
+            engine, info = self._build(start)
             engine.attach(self._rest, ATTACH_S)
         except RankLost as error:
             self._end_without_rank(error)
@@ -99,15 +96,16 @@ class EngineServer:
         self._send(info_to_wire(info))
         self._serve(engine)
 
-    def _build(self, start: StartMessage, files: ModelFiles) -> tuple[Engine, EngineInfo]:
-        split = split_of(start.config, files.folder)
+    def _build(self, start: StartMessage) -> tuple[Engine, EngineInfo]:
+        model = DescribedModel.from_wire(start.model)
+        split = split_of(start.config, model.decoder)
         if split.size == 1:
-            return build_engine(start.config, files, self._writer_id, offload=start.offload, wake=self._wake.set)
+            return build_engine(start.config, model, self._writer_id, offload=start.offload, wake=self._wake.set)
         device = make_device(start.config.device)
         self._leader = leader = RankLeader(start, split, self._writer_id, device, self._give_up)
         self._send(["forming", leader.place.to_wire()])
         config, wake = leader.place.config, self._wake.set
-        return build_engine(config, files, self._writer_id, device, start.offload, wake, leader)
+        return build_engine(config, model, self._writer_id, device, start.offload, wake, leader)
 
     def _give_up(self, kind: str, cause: str) -> NoReturn:
         """End the process, from any thread, and tell the client why."""
@@ -253,7 +251,7 @@ def _dtype_of(computing: torch.dtype, layout: KVLayout) -> str:
 
 def build_engine(
     config: EngineConfig,
-    files: ModelFiles,
+    model: DescribedModel,
     writer_id: int,
     device: Device | None = None,
     offload: OffloadConfig | None = None,
@@ -267,10 +265,10 @@ def build_engine(
     Raises ConfigError, ModelFormatError, RankLost.
     """
     if leader is None:
-        runner = ModelRunner(config, files, device)
+        runner = ModelRunner(config, model, device)
         steps: Runner = runner
     else:
-        runner = shard = ShardRunner(config, files, leader.form(), device)
+        runner = shard = ShardRunner(config, model, leader.form(), device)
         steps = parallel = leader.lead(shard)
     decoder, layout = runner.decoder_config, runner.layout
     info = EngineInfo(

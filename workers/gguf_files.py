@@ -34,9 +34,9 @@ from tournant.workers.gguf_architectures import Wanted, read_config, wanted_tens
 from tournant.workers.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from tournant.workers.gguf_tokenizer import write_tokenizer
 from tournant.workers.local_cache import exclusive, file_digests, file_stamp, private_folder
+from tournant.workers.model_folder import QUANTIZED_NAME
 
 FORMAT_VERSION = 3
-QUANTIZED_NAME = "quantized.rows"  # safetensors by another name, or other programs would load it as weights
 LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0, "float32": 3.4028234663852886e38}
 """Dtypes a folder can have, each with its largest finite value."""
 

@@ -375,29 +375,29 @@ def step_from_wire(message: list[Any]) -> StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class StartMessage:
-    """What an engine process is to be: the first frame it gets. model: (folder, name, weights_id); offload: None
+    """What an engine process is to be: the first frame it gets. model: as of `DescribedModel.to_wire`; offload: None
     without a store; host: address of this machine at which its other ranks, if there are any, find it.
     """
 
     config: EngineConfig
-    model: tuple[str, str, bytes]
+    model: list[Any]
     parent_pid: int
     offload: OffloadConfig | None = None
     host: str = LOCAL_HOST
 
 
 def start_to_wire(start: StartMessage) -> list[Any]:
-    """["start", parent pid, config map, (folder, name, weights_id), map or None, host] for `pack_frame`."""
+    """["start", parent pid, config map, model, map or None, host] for `pack_frame`."""
     offload = None if start.offload is None else asdict(start.offload)
-    return ["start", start.parent_pid, asdict(start.config), list(start.model), offload, start.host]
+    return ["start", start.parent_pid, asdict(start.config), start.model, offload, start.host]
 
 
 def start_from_wire(message: list[Any]) -> StartMessage:
     """Inverse of `start_to_wire`."""
-    _, parent_pid, config, (folder, name, weights_id), offload, host = message
+    _, parent_pid, config, model, offload, host = message
     return StartMessage(
         EngineConfig(**config),
-        (folder, name, weights_id),
+        model,
         parent_pid,
         None if offload is None else OffloadConfig.from_plain(offload),
         host,

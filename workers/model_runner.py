@@ -26,10 +26,9 @@ from tournant.workers.device import Device, make_device
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.forward_input import ForwardInput, InputBuilder
 from tournant.workers.kv_cache import KVCache, kv_cache_dtype
-from tournant.workers.model_files import ModelFiles
 from tournant.workers.models.decoder import REVISION, Decoder
 from tournant.workers.models.decoder_config import DecoderConfig
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.described import DescribedModel
 from tournant.workers.models.linear import can_pack
 from tournant.workers.overflow_attention import InPlaceStep, OverflowAttention, OverflowStep
 from tournant.workers.overflow_pool import OverflowPool
@@ -94,14 +93,15 @@ class ModelRunner:
 
     captures = True  # decode steps, where the device can
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, device: Device | None = None) -> None:
+    def __init__(self, config: EngineConfig, model: DescribedModel, device: Device | None = None) -> None:
         # said outright, because Ray gives its workers OMP_NUM_THREADS=1 and the engine inherits it
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.device = device or make_device(config.device)
         dtype = TORCH_DTYPES[config.dtype]
         self._kv_dtype = kv_cache_dtype(config, dtype)
-        self.decoder_config, checkpoint = self.read_model(files)
+        files = model.files
+        self.decoder_config, checkpoint = self.read_model(model)
         tiers = None if config.weights_offload is None else LayerTiers(config.weights_offload, self.device)
         packed = not config.deterministic and self.device.kind == "cpu" and can_pack(dtype) and tiers is None
         native = self._multiplies_quantized(checkpoint)
@@ -130,9 +130,9 @@ class ModelRunner:
         )
         self.long_layout_id = self.decoder.layout(self.layout.block_tokens, self._kv_dtype, long=True).layout_id
 
-    def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Tensors]:
-        """What is in the folder. A subclass may make a model up."""
-        return read_decoder_config(files.folder, self.config.max_model_len), load_checkpoint(files.folder)
+    def read_model(self, model: DescribedModel) -> tuple[DecoderConfig, Tensors]:
+        """What this runner computes, and its weights in the folder. A subclass may make them up."""
+        return model.decoder, load_checkpoint(model.files.folder)
 
     def _multiplies_quantized(self, checkpoint: Tensors) -> bool:
         """Whether matrices stay as a GGUF file quantised them. Raises ConfigError when they must but cannot."""

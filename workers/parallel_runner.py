@@ -31,11 +31,10 @@ from tournant.workers.batch_messages import batch_from_wire, batch_to_wire, logp
 from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device
 from tournant.workers.forward_input import ForwardInput
-from tournant.workers.model_files import ModelFiles
 from tournant.workers.model_runner import DeviceStep, ModelRunner
 from tournant.workers.models.decoder import REVISION
 from tournant.workers.models.decoder_config import DecoderConfig
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.described import DescribedModel
 from tournant.workers.parallel import Shard, ShardTensors, shard_of
 from tournant.workers.rank_group import Pipe, RankGroup, RankLost
 from tournant.workers.tier_counts import add_counts
@@ -57,14 +56,16 @@ class ShardRunner(ModelRunner):
 
     captures = False  # exchanges between ranks are not captured
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, group: RankGroup, device: Device | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model: DescribedModel, group: RankGroup, device: Device | None = None
+    ) -> None:
         self.group = group
         self._returning: deque[_Returning] = deque()
         self._asked: set[int] = set()  # rows that want log-probabilities
         self._untold: dict[str, float] = {}  # what the last stage read below since it last returned a step
         try:
             group.agree("configuration", f"{REVISION} {config}".encode())
-            super().__init__(config, files, device)
+            super().__init__(config, model, device)
             group.start()
         except BaseException as error:
             cause = group.first_cause() if isinstance(error, RankLost) else ""
@@ -78,11 +79,10 @@ class ShardRunner(ModelRunner):
             numerics = f"{self.namespace.numerics}/tp{split.tensor}"
             self.namespace = replace(self.namespace, numerics=numerics)
 
-    def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Tensors]:
+    def read_model(self, model: DescribedModel) -> tuple[DecoderConfig, Tensors]:
         """This rank's share of what is in the folder."""
-        whole = read_decoder_config(files.folder, self.config.max_model_len)
-        self.shard: Shard = shard_of(whole, self.group.member.split, self.group.member.rank)
-        return self.shard.config, ShardTensors(load_checkpoint(files.folder), self.shard)
+        self.shard: Shard = shard_of(model.decoder, self.group.member.split, self.group.member.rank)
+        return self.shard.config, ShardTensors(load_checkpoint(model.files.folder), self.shard)
 
     def agreed_blocks(self, num_blocks: int) -> int:
         """The least of all ranks': block ids mean the same on each."""

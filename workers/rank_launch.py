@@ -29,8 +29,8 @@ class GroupPlace:
     """Where a group of ranks forms, and as what.
 
     host: address of the leader; port: of the store of torch.distributed; channel_port, token: of the `RankChannel`;
-    config: with `device` and `num_threads` decided, since all ranks must have the same; model: (folder, name,
-    weights_id).
+    config: with `device` and `num_threads` decided, since all ranks must have the same; model: as of
+    `DescribedModel.to_wire`.
     """
 
     host: str
@@ -39,7 +39,7 @@ class GroupPlace:
     token: bytes
     writer_id: int
     config: EngineConfig
-    model: tuple[str, str, bytes]
+    model: list[Any]
     split: Split
     offload: OffloadConfig | None = None
 
@@ -48,14 +48,12 @@ class GroupPlace:
         offload = None if self.offload is None else asdict(self.offload)
         split = [self.split.tensor, self.split.pipeline]
         addresses = [self.host, self.port, self.channel_port, self.token]
-        return [*addresses, self.writer_id, asdict(self.config), list(self.model), split, offload]
+        return [*addresses, self.writer_id, asdict(self.config), self.model, split, offload]
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> GroupPlace:
         """Inverse of `to_wire`. Raises ValueError or TypeError when it is no place."""
-        host, port, channel_port, token, writer_id, config, (folder, name, weights_id), (tensor, pipeline), offload = (
-            data
-        )
+        host, port, channel_port, token, writer_id, config, model, (tensor, pipeline), offload = data
         return cls(
             host,
             port,
@@ -63,7 +61,7 @@ class GroupPlace:
             token,
             writer_id,
             EngineConfig(**config),
-            (folder, name, weights_id),
+            model,
             Split(tensor, pipeline),
             None if offload is None else OffloadConfig.from_plain(offload),
         )

@@ -12,13 +12,12 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device
 from tournant.workers.messages import StartMessage
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.parallel import check_split
 from tournant.workers.parallel_runner import ParallelRunner, ShardRunner
 from tournant.workers.rank_channel import RankChannel
@@ -31,14 +30,12 @@ from tournant.workers.transfer_wire import event_from_wire
 END_S = 2.0  # most time for the other ranks to end when they are told to
 
 
-def split_of(config: EngineConfig, folder: Path) -> Split:
-    """The split a configuration wants, if this model allows it; no weights are read. Raises ConfigError,
-    ModelFormatError.
-    """
+def split_of(config: EngineConfig, decoder: DecoderConfig) -> Split:
+    """The split a configuration wants, if this model allows it. Raises ConfigError."""
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
     if tensor == pipeline == 1:
         return Split()
-    return check_split(read_decoder_config(folder, config.max_model_len), tensor, pipeline)
+    return check_split(decoder, tensor, pipeline)
 
 
 class RankLeader:
@@ -76,7 +73,7 @@ class RankLeader:
     def form(self) -> RankGroup:
         """The group, once all ranks are in it. Raises ConfigError, RankLost."""
         place = self.place
-        _, name, weights_id = place.model
+        _, name, weights_id, _ = place.model
         member = Membership(name, place.writer_id, place.split, 0, place.token, data=self._data, address=place.host)
         return RankGroup(member, self._store, weights_id, ordered=place.config.deterministic)
 

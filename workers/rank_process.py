@@ -23,7 +23,6 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from tournant.kvstore.errors import InvariantViolation
@@ -31,7 +30,8 @@ from tournant.workers.device import make_device
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.local_cache import default_cache_dir
 from tournant.workers.messages import FrameBuffer
-from tournant.workers.model_files import ModelFiles, check_folder, weights_id
+from tournant.workers.model_folder import ModelFiles, check_folder, weights_id
+from tournant.workers.models.described import DescribedModel
 from tournant.workers.offload import open_rank_link
 from tournant.workers.parallel_runner import RankServer, ShardRunner
 from tournant.workers.rank_channel import BEATS, SILENCE_S, LeaderLine
@@ -62,15 +62,16 @@ def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, 
     """Join the group and follow its leader to the end. Raises what keeps it from doing so. ends: what is to be closed
     afterwards.
     """
-    config, (folder, name, wanted) = place.config, place.model
+    config, model = place.config, DescribedModel.from_wire(place.model)
+    files = model.files
     device = make_device(config.device, device_index)
-    check_folder(Path(folder))
-    check_weights(Path(folder), wanted)
+    check_folder(files.folder)
+    check_weights(files)
     data = "nccl" if device.kind == "cuda" else "gloo"
-    member = Membership(name, place.writer_id, place.split, rank, place.token, data=data, address=line.address)
-    group = RankGroup(member, find_store(place.host, place.port), wanted, ordered=config.deterministic)
-    shard = ShardRunner(config, ModelFiles(Path(folder), name, wanted), group, device)
-    check_weights(Path(folder), wanted)
+    member = Membership(files.name, place.writer_id, place.split, rank, place.token, data=data, address=line.address)
+    group = RankGroup(member, find_store(place.host, place.port), files.weights_id, ordered=config.deterministic)
+    shard = ShardRunner(config, model, group, device)
+    check_weights(files)
     server = RankServer(shard)
     if place.offload is not None:
 
@@ -87,10 +88,12 @@ def run_rank(place: GroupPlace, rank: int, device_index: int, line: LeaderLine, 
     server.serve()
 
 
-def check_weights(folder: Path, wanted: bytes) -> None:
+def check_weights(files: ModelFiles) -> None:
     """Raises ConfigError when a folder holds other weights than the leader's."""
-    if weights_id(folder, default_cache_dir()) != wanted:
-        raise ConfigError(f"the weights in {folder} are not those of rank 0; every machine needs the same files there")
+    if weights_id(files.folder, default_cache_dir()) != files.weights_id:
+        raise ConfigError(
+            f"the weights in {files.folder} are not those of rank 0; every machine needs the same files there"
+        )
 
 
 def first_frame(connection: socket.socket) -> tuple[GroupPlace, int, int, int]:

@@ -36,7 +36,7 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import START_TIMEOUT_S, EngineClient, OutputSink, ProcessEngineClient
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineInfo, EngineRequest, EngineStats
-from tournant.workers.model_files import ModelFiles, check_unchanged
+from tournant.workers.model_folder import ModelFiles, check_unchanged
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks, RankLauncher
 

@@ -22,8 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from tournant.kernels.quantized import GROUP, KINDS, ROW_BYTES
 from tournant.workers.errors import ModelFormatError
-from tournant.workers.gguf_files import QUANTIZED_NAME
-from tournant.workers.model_files import INDEX_NAME, read_index, weight_files
+from tournant.workers.model_folder import INDEX_NAME, QUANTIZED_NAME, read_index, weight_files
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 8

@@ -13,9 +13,10 @@ import torch
 from tournant.workers.batch import Batch, RowState
 from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.model_runner import ModelRunner
 from tournant.workers.models.decoder_config import DecoderConfig, LayerKind
+from tournant.workers.models.described import DescribedModel
 from tournant.workers.models.rope import Rope
 from tournant.workers.sampling_params import SamplingParams
 from tournant.workers.weights import Checkpoint
@@ -78,13 +79,12 @@ class MadeUpRunner(ModelRunner):
     def __init__(
         self, config: EngineConfig, model: DecoderConfig, device: Device, drawn_on: torch.device | None = None
     ) -> None:
-        self._model = model
         self._drawn_on = drawn_on or device.torch_device
-        super().__init__(config, ModelFiles(Path(), "made up", bytes(32)), device)
+        super().__init__(config, DescribedModel(ModelFiles(Path(), "made up", bytes(32)), model), device)
 
-    def read_model(self, files: ModelFiles) -> tuple[DecoderConfig, Checkpoint]:
+    def read_model(self, model: DescribedModel) -> tuple[DecoderConfig, Checkpoint]:
         """The model it was given."""
-        return self._model, MadeUpCheckpoint(self._drawn_on)
+        return model.decoder, MadeUpCheckpoint(self._drawn_on)
 
 
 def decode_batch(contexts: list[int], block_tokens: int, *, first_block: int = 0) -> Batch:

@@ -13,7 +13,8 @@ from job_loop import Generate, serve
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_process import build_engine
 from tournant.workers.messages import EngineRequest
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 from tournant.workers.sampling_params import SamplingParams
 
 
@@ -26,7 +27,8 @@ def load(arguments: dict[str, Any]) -> tuple[str, Generate]:
         enable_prefix_caching=False,
         num_threads=arguments["threads"],
     )
-    engine, info = build_engine(config, ModelFiles(Path(arguments["folder"]), "model", bytes(32)), writer_id=1)
+    model = describe(ModelFiles(Path(arguments["folder"]), "model", bytes(32)))
+    engine, info = build_engine(config, model, writer_id=1)
 
     def generate(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True)

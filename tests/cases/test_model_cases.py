@@ -20,6 +20,7 @@ from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ModelFormatError
 from tournant.workers.gguf_architectures import TENSOR_TYPES
 from tournant.workers.model_files import resolve_model
+from tournant.workers.models.families import describe
 from tournant.workers.weights import load_checkpoint
 
 OTHER_TYPES = [kind for kind in Kind if kind in GGML_QUANT_SIZES and kind not in TENSOR_TYPES]
@@ -33,7 +34,7 @@ def first_tokens(
     config = EngineConfig(
         device="cpu", dtype=dtype, quantization=quantization, kv_cache_bytes=1 << 22, enable_prefix_caching=False
     )
-    answers = Session(build_engine(config, files, writer_id=1)[0]).ask(prompts, max_tokens=1)
+    answers = Session(build_engine(config, describe(files), writer_id=1)[0]).ask(prompts, max_tokens=1)
     return [token for (token,) in answers]
 
 

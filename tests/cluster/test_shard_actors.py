@@ -25,6 +25,7 @@ from tests.workers.parallel_harness import NUM_NEW, without_near_ties
 from tests.workers.test_rank_launch import PLACE
 from tournant.cluster.shard_actors import RayRanks, deal, leader_threads, node_address
 from tournant.workers.errors import ConfigError
+from tournant.workers.models.families import describe
 from tournant.workers.split import Split
 
 pytestmark = [
@@ -177,7 +178,7 @@ def test_what_is_known_of_ranks_that_end(ray_cluster: RayCluster, tiny_model: Pa
             host=launcher.host,
             port=port,
             channel_port=port,
-            model=(str(files.folder), files.name, files.weights_id),
+            model=describe(files).to_wire(),
             split=Split(5),
         )
         with pytest.raises(ConfigError, match="has 4 bundles, and its 5 ranks need one each"):

@@ -21,7 +21,8 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineRequest
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.sampling_params import SamplingParams
 
 NUM_REQUESTS, NUM_TOKENS = 40, 12

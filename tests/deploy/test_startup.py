@@ -19,7 +19,8 @@ from tournant.deploy.startup import OwnStore, model_finder, start_engine, start_
 from tournant.kvstore.errors import StoreConfigError, StoreRefused, StoreUnavailable
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, ModelFormatError
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import LocalRanks
 

@@ -19,7 +19,7 @@ from tournant.deploy.tokenizer import Tokenizer
 from tournant.deploy.weights_loop import stream_change
 from tournant.kvstore.block import Namespace
 from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.sampling_params import SamplingParams
 
 TEXT = "the quick brown fox jumps over the lazy dog"

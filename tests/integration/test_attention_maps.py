@@ -22,7 +22,8 @@ from tournant.workers.attention_tiles import Scoring, cut_rows, mask
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, EngineDeadError
 from tournant.workers.map_files import KINDS, AttentionMaps
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 
 EXACT = EngineConfig(device="cpu", dtype="float32", quantization="dequantize")
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from tournant.deploy.app import make_app
 from tournant.deploy.cli import app as command_line
 from tournant.deploy.config import parse_config
 from tournant.deploy.tokenizer import Tokenizer
-from tournant.workers.model_files import weights_id
+from tournant.workers.model_folder import weights_id
 
 pytestmark = [
     pytest.mark.ray,

@@ -11,8 +11,9 @@ from tournant.workers.device import Device
 from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.messages import EngineRequest, RequestOutput
-from tournant.workers.model_files import ModelFiles, resolve_model
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe, read_decoder_config
 from tournant.workers.sampling_params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -31,7 +32,8 @@ def make_engine(folder: Path, num_blocks: int = 64, on: Device | None = None, **
     block_tokens = fields.get("block_tokens") or 16
     token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
     fields["kv_cache_bytes"] = num_blocks * int(block_tokens) * token_bytes  # type: ignore[call-overload]
-    return build_engine(EngineConfig(**fields), files_of(folder), 1, on)[0]  # type: ignore[arg-type]
+    made = EngineConfig(**fields)  # type: ignore[arg-type]
+    return build_engine(made, describe(files_of(folder), made.max_model_len), 1, on)[0]
 
 
 class Session:

@@ -21,7 +21,7 @@ from tests.workers.rank_worker import work
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
 from tournant.workers.messages import EngineInfo
-from tournant.workers.models.families import read_decoder_config
+from tournant.workers.models.families import describe, read_decoder_config
 from tournant.workers.parallel import check_split
 from tournant.workers.parallel_runner import ParallelRunner, ShardRunner
 from tournant.workers.rank_group import Membership, RankGroup, open_store
@@ -125,7 +125,7 @@ class Replica:
             self.others[member.rank - 1].pipe.send_bytes(json.dumps(order).encode())
         files = files_of(folder)
         self.group = RankGroup(members[0], self._store, files.weights_id, ordered=config.deterministic)
-        self.shard = ShardRunner(config, files, self.group)
+        self.shard = ShardRunner(config, describe(files, config.max_model_len), self.group)
         self.runner = ParallelRunner(self.shard)
         self.engine = Engine(config, self.runner, info_of(self.shard, writer_id))
 

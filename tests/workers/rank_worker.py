@@ -17,6 +17,7 @@ from tests.workers.harness import files_of
 from tournant.kvstore.errors import InvariantViolation
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.models.families import describe
 from tournant.workers.parallel_runner import RankServer, ShardRunner
 from tournant.workers.rank_group import Membership, RankGroup, RankLost, find_store
 from tournant.workers.split import Split
@@ -33,7 +34,7 @@ def follow(order: dict[str, Any]) -> str:
         store = find_store("127.0.0.1", order["port"], timeout_s=member.timeout_s)
         weights_id = bytes.fromhex(order["weights_id"]) or files.weights_id
         group = RankGroup(member, store, weights_id, ordered=config.deterministic)
-        shard = ShardRunner(config, files, group)
+        shard = ShardRunner(config, describe(files, config.max_model_len), group)
         RankServer(shard).serve()
     except (RankLost, ConfigError, ModelFormatError, InvariantViolation) as error:
         return f"{type(error).__name__}: {error}"

@@ -12,7 +12,9 @@ from tests.workers.harness import Session
 from tournant.deploy.tokenizer import Tokenizer
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_process import build_engine
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 
 PROMPTS = (
     "The capital of France is",
@@ -45,7 +47,7 @@ def test_greedy_tokens_equal_transformers(files: ModelFiles, prompts: list[list[
         deterministic=True,
         num_threads=1,
     )
-    session = Session(build_engine(config, files, writer_id=1)[0])
+    session = Session(build_engine(config, describe(files), writer_id=1)[0])
     cold = session.ask(prompts, max_tokens=NUM_NEW)
     assert cold == reference_generate(files.folder, prompts, NUM_NEW)
     assert session.ask(prompts, max_tokens=NUM_NEW) == cold
@@ -57,7 +59,7 @@ def test_quantised_as_in_the_file(files: ModelFiles, prompts: list[list[int]]) -
     exact = reference_generate(files.folder, prompts, NUM_NEW)
     heads = [prompt + answer[:count] for prompt, answer in zip(prompts, exact, strict=True) for count in range(NUM_NEW)]
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 27, num_threads=1)
-    engine = build_engine(config, files, writer_id=1)[0]
+    engine = build_engine(config, describe(files), writer_id=1)[0]
     assert engine.runner.namespace.numerics.endswith("/native")
     found = [token for (token,) in Session(engine).ask(heads, max_tokens=1)]
     wanted = [token for answer in exact for token in answer]

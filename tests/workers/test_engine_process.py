@@ -24,7 +24,8 @@ from tournant.workers.engine_client import ProcessEngineClient, _how_it_ended
 from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ConfigError, EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineRequest, RequestOutput
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.sampling_params import SamplingParams
 
@@ -216,7 +217,7 @@ def test_a_store_that_can_never_serve_it_is_reported(
 )
 def test_the_form_of_kv_has_the_name_it_was_configured_by(tiny_model: Path, form: str, name: str) -> None:
     config = replace(CONFIG, kv_cache_dtype=form, deterministic=False)
-    assert build_engine(config, files_of(tiny_model), 1)[1].dtype == name
+    assert build_engine(config, describe(files_of(tiny_model)), 1)[1].dtype == name
 
 
 def test_a_broken_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ import asyncio, sys
 from pathlib import Path
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 
 async def main():
     config = EngineConfig(dtype="float32", kv_cache_bytes=1 << 22)

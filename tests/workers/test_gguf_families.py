@@ -34,7 +34,7 @@ from tournant.workers.errors import ModelFormatError
 from tournant.workers.gguf_architectures import ARCHITECTURES, read_config, wanted_tensors
 from tournant.workers.gguf_files import convert_gguf
 from tournant.workers.gguf_header import read_gguf_header
-from tournant.workers.model_files import check_supported
+from tournant.workers.model_folder import check_supported
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.models.families import read_decoder_config
 

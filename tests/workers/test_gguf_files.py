@@ -24,6 +24,7 @@ from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.gguf_architectures import TENSOR_TYPES
 from tournant.workers.gguf_files import convert_gguf
 from tournant.workers.model_files import default_model_path
+from tournant.workers.model_folder import QUANTIZED_NAME
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -143,7 +144,7 @@ def test_rows_as_they_are_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gguf_files, "CHUNK_ELEMENTS", 7 * WIDE.hidden)
     path = tmp_path / "tiny.gguf"
     expected = build_tiny_gguf(path, kind=kind, kinds={"blk.1.ffn_up.weight": Kind.F16}, shape=WIDE)
-    found = convert_gguf(path, "float32", tmp_path) / gguf_files.QUANTIZED_NAME
+    found = convert_gguf(path, "float32", tmp_path) / QUANTIZED_NAME
     if kind.name not in KINDS:
         assert not found.exists()
         return

@@ -16,18 +16,11 @@ from safetensors.torch import save_file
 
 from tests.helpers.tiny_gguf import build_tiny_gguf
 from tests.helpers.tiny_model import build_tiny_model
-from tournant.workers import local_cache, model_files
+from tournant.workers import local_cache, model_folder
 from tournant.workers.errors import ConfigError, ModelFormatError
-from tournant.workers.gguf_files import QUANTIZED_NAME
 from tournant.workers.local_cache import MEMO_NAME
-from tournant.workers.model_files import (
-    DEFAULT_NAME,
-    ModelFiles,
-    check_supported,
-    name_of,
-    resolve_model,
-    weights_id,
-)
+from tournant.workers.model_files import DEFAULT_NAME, name_of, resolve_model
+from tournant.workers.model_folder import QUANTIZED_NAME, ModelFiles, check_supported, weights_id
 from tournant.workers.weights import load_checkpoint
 
 CONFIG = {
@@ -180,7 +173,7 @@ def test_configuration_that_is_not_supported(tmp_path: Path, config: dict[str, A
     [
         with_config(architectures=...),
         with_config(num_key_value_heads=..., rope_scaling=None, quantization_config=None),
-        *(with_config(rope_scaling={"rope_type": kind, "factor": 2.0}) for kind in model_files.ROPE_TYPES),
+        *(with_config(rope_scaling={"rope_type": kind, "factor": 2.0}) for kind in model_folder.ROPE_TYPES),
         with_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}, num_local_experts=1),
         with_config(rope_scaling={"type": "linear", "factor": 2.0}, head_dim=32, hidden_size=66),
     ],

@@ -16,7 +16,9 @@ from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ConfigError
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 
 NATIVE_KINDS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0)
 PROMPTS = [[5 + 7 * i % 250 for i in range(start, start + length)] for start, length in ((0, 9), (3, 40), (50, 21))]
@@ -35,7 +37,8 @@ def engine_of(files: ModelFiles, **config: object) -> Engine:
         "kv_cache_bytes": 1 << 22,
         "num_threads": 1,
     } | config
-    return build_engine(EngineConfig(**fields), files, writer_id=1)[0]  # type: ignore[arg-type]
+    made = EngineConfig(**fields)  # type: ignore[arg-type]
+    return build_engine(made, describe(files, made.max_model_len), writer_id=1)[0]
 
 
 def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], torch.Tensor]:

@@ -20,14 +20,15 @@ import msgpack
 import pytest
 
 from tests.workers.harness import files_of
-from tests.workers.launch_harness import ENDS_S, HOST, Ranks, check_answers, config_of
+from tests.workers.launch_harness import ENDS_S, HOST, Ranks, check_answers, config_of, described
 from tests.workers.test_engine_process import Answer, run
 from tournant.workers import engine_client, rank_process
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
 from tournant.workers.errors import ConfigError, EngineDeadError
 from tournant.workers.messages import pack_frame
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
+from tournant.workers.models.families import describe
 from tournant.workers.offload_config import OffloadConfig
 from tournant.workers.rank_launch import GroupPlace, LocalRanks
 from tournant.workers.split import Split
@@ -39,7 +40,7 @@ PLACE = GroupPlace(
     token=b"t" * 32,
     writer_id=(1 << 64) - 1,
     config=EngineConfig(device="cpu", num_threads=3, tensor_parallel_size=2),
-    model=("/m", "m", b"w" * 32),
+    model=described(),
     split=Split(2, 3),
     offload=OffloadConfig("/s.sock"),
 )
@@ -159,7 +160,7 @@ import asyncio, sys
 from pathlib import Path
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine_client import ProcessEngineClient
-from tournant.workers.model_files import ModelFiles
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.rank_launch import LocalRanks
 
 async def main():
@@ -259,7 +260,7 @@ def test_a_rank_with_other_weights_is_refused(tiny_model: Path, tiny_models: Any
     files = files_of(tiny_model)
 
     async def scenario() -> None:
-        launcher = Ranks(model=(str(tmp_path / "m"), files.name, files.weights_id))
+        launcher = Ranks(model=describe(replace(files, folder=tmp_path / "m")).to_wire())
         with pytest.raises(ConfigError, match=rf"^rank 1 on {HOST} .*: the weights in {tmp_path}/m are not those of"):
             await ProcessEngineClient.start(config_of(2, 1), files, launcher=launcher)
         assert launcher.processes[0].process.returncode is not None, "it is gone"
@@ -281,6 +282,6 @@ def test_a_rank_that_read_weights_while_they_were_overwritten_computes_nothing(
     for name in ("find_store", "RankGroup", "Membership"):
         monkeypatch.setattr(rank_process, name, lambda *_, **__: None)
     monkeypatch.setattr(rank_process, "ShardRunner", load)
-    place = replace(PLACE, model=(str(folder), files.name, files.weights_id), offload=None)
+    place = replace(PLACE, model=describe(files).to_wire(), offload=None)
     with pytest.raises(ConfigError, match=f"the weights in {folder} are not those of rank 0"):
         rank_process.run_rank(place, 1, 0, SimpleNamespace(address="127.0.0.1"), ExitStack())  # type: ignore[arg-type]

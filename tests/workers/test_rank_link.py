@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.launch_harness import config_of
+from tests.workers.launch_harness import config_of, described
 from tournant.workers.device import CpuDevice
 from tournant.workers.messages import StartMessage
 from tournant.workers.offload_config import OffloadConfig
@@ -84,7 +84,7 @@ class Leader:
 
     def __init__(self, offload: OffloadConfig | None) -> None:
         self.losses: Queue[tuple[str, str]] = Queue()
-        start = StartMessage(config_of(2, 1), ("/m", "m", b"w" * 32), 1, offload)
+        start = StartMessage(config_of(2, 1), described(), 1, offload)
         self.leader = RankLeader(start, Split(2), 1, CpuDevice(), lambda kind, cause: self.losses.put((kind, cause)))
         place = self.leader.place
         self.line = LeaderLine(place.host, place.channel_port, place.token, 1)

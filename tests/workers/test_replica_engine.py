@@ -20,7 +20,7 @@ from tournant.workers import replica_engine
 from tournant.workers.config import EngineConfig
 from tournant.workers.errors import EngineDeadError, ModelFormatError
 from tournant.workers.messages import EngineStats, TierStats
-from tournant.workers.model_files import ModelFiles, weights_id
+from tournant.workers.model_folder import ModelFiles, weights_id
 from tournant.workers.replica_engine import MAX_DEATHS, ReplicaEngine
 
 

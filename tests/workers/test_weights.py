@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tournant.workers.errors import ModelFormatError
-from tournant.workers.gguf_files import QUANTIZED_NAME
-from tournant.workers.model_files import INDEX_NAME
+from tournant.workers.model_folder import INDEX_NAME, QUANTIZED_NAME
 from tournant.workers.weights import Checkpoint, load_checkpoint
 
 DATA = bytes(range(64))

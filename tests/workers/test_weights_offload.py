@@ -29,8 +29,10 @@ from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
 from tournant.workers.errors import ConfigError
 from tournant.workers.layer_images import DiskImage, HostImage, WeightsLost
-from tournant.workers.model_files import ModelFiles, resolve_model
+from tournant.workers.model_files import resolve_model
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.model_runner import ModelRunner
+from tournant.workers.models.families import describe
 from tournant.workers.models.layer_weights import LayerWeights
 from tournant.workers.models.linear import Linear
 from tournant.workers.weights import load_checkpoint
@@ -60,7 +62,8 @@ def models(m6: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mode
 
 def engine_of(files: ModelFiles, **config: Any) -> Engine:
     fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "deterministic": True, "num_threads": 1}
-    return build_engine(EngineConfig(**fields | {"kv_cache_bytes": 1 << 22} | config), files, 1)[0]
+    made = EngineConfig(**fields | {"kv_cache_bytes": 1 << 22} | config)
+    return build_engine(made, describe(files, made.max_model_len), 1)[0]
 
 
 def layers_of(engine: Engine) -> StreamedLayers:

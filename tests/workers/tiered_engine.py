@@ -17,6 +17,7 @@ from tournant.kvstore.store_process import StoreProcess, start_store
 from tournant.workers.config import EngineConfig
 from tournant.workers.engine import Engine
 from tournant.workers.engine_process import build_engine
+from tournant.workers.models.families import describe
 from tournant.workers.offload_config import Faults, OffloadConfig
 
 BLOCK_TOKENS = 16
@@ -128,9 +129,9 @@ def tiered(
     config = OffloadConfig(str(socket), **({"restore": "always", "faults": faults or Faults()} | offload))
     woken = threading.Event()
     writer_id = int.from_bytes(os.urandom(8), "little")
-    made, _ = build_engine(
-        EngineConfig(**fields), files_of(folder), writer_id, offload=config, wake=woken.set  # type: ignore[arg-type]
-    )  # fmt: skip
+    own = EngineConfig(**fields)  # type: ignore[arg-type]
+    model = describe(files_of(folder), own.max_model_len)
+    made, _ = build_engine(own, model, writer_id, offload=config, wake=woken.set)
     return TieredSession(made, woken)
 
 

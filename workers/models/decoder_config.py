@@ -1,7 +1,7 @@
 """What a decoder is made of, read from a model folder through transformers' own configuration classes.
 
 Owns the few numbers and switches that the one decoder definition is told. How each architecture sets them is in
-families.py; which ones are known at all is model_files.py's business.
+families.py; which ones are known at all is model_folder.py's business.
 """
 
 from __future__ import annotations

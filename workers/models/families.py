@@ -13,8 +13,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from tournant.workers.errors import ConfigError, ModelFormatError
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.decoder_config import DecoderConfig, LayerKind, check_limit, read_eos_token_ids
-from tournant.workers.models.rope import Rope, make_rope, position_limit
+from tournant.workers.models.described import DescribedModel
+from tournant.workers.models.rope import Rope
+from tournant.workers.models.rope_config import make_rope, position_limit
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MAX_POSITIONS = 1 << 22  # bounds the RoPE table
@@ -86,6 +89,11 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }
+
+
+def describe(files: ModelFiles, max_model_len: int | None = None) -> DescribedModel:
+    """A model with what `read_decoder_config` finds in its folder. Raises what that does."""
+    return DescribedModel(files, read_decoder_config(files.folder, max_model_len))
 
 
 def read_decoder_config(folder: Path, max_model_len: int | None = None) -> DecoderConfig:
