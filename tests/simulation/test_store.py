@@ -18,7 +18,7 @@ from tests.simulation.world import FAULTS, Setup, run
 from tournant.kvstore.adoption import Adoption
 from tournant.kvstore.policies import EVICTION
 
-SCHEDULES = 5_000
+SCHEDULES = 3_000
 SOAK_SCHEDULES = 200_000
 BATCH = 250
 MUTANT_SEEDS = 1500
