@@ -174,7 +174,7 @@ def _answers(files: ModelFiles, prompts: list[list[int]], dtype: str, form: str,
         kv_cache_bytes=1 << 28,
         num_threads=torch.get_num_threads(),
     )
-    engine = build_engine(config, describe(files), writer_id=1)[0]
+    engine = build_engine(config, describe(files, config), writer_id=1)[0]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_new)
     for number, prompt in enumerate(prompts):
         engine.add_request(EngineRequest(number, prompt, params))

@@ -134,7 +134,7 @@ class _Answers:
             overflow_host_bytes=BELOW_TOKENS * token_bytes,
             sparse_attention=SparseAttention(1.0),  # so that bounds are kept
         )
-        self._engine: Engine = build_engine(config, describe(files), 1)[0]
+        self._engine: Engine = build_engine(config, describe(files, config), 1)[0]
         runner = self._engine.runner
         if not isinstance(runner, ModelRunner) or runner.inputs.overflow is None:
             raise BenchmarkError("the engine has no places below its device")

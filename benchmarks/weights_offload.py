@@ -112,7 +112,7 @@ def _place(files: ModelFiles, options: Options, device_bytes: int, host_bytes: i
         num_threads=options.threads,
         weights_offload=WeightsOffload(device_bytes, host_bytes),
     )
-    return _Place(ModelRunner(config, describe(files, config.max_model_len)), link)
+    return _Place(ModelRunner(config, describe(files, config)), link)
 
 
 def _raw_disk(path: Path) -> Callable[[], float]:

@@ -141,7 +141,7 @@ class ProcessEngineClient(asyncio.Protocol):
         Raises ConfigError or ModelFormatError as the engine found, EngineDeadError when it died or took longer than
         `timeout_s`; no process is left then.
         """
-        model = (await asyncio.to_thread(describe, files, config.max_model_len)).to_wire()
+        model = (await asyncio.to_thread(describe, files, config)).to_wire()
         ours, theirs = socket.socketpair()
         with theirs:
             # -P keeps the current folder off the module path: a bare `kernels` there would shadow others' packages

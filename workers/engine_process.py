@@ -268,7 +268,7 @@ def build_engine(
         runner = ModelRunner(config, model, device)
         steps: Runner = runner
     else:
-        runner = shard = ShardRunner(config, model, leader.form(), device)
+        runner = shard = ShardRunner(config, model, leader.form(model.files), device)
         steps = parallel = leader.lead(shard)
     decoder, layout = runner.decoder_config, runner.layout
     info = EngineInfo(

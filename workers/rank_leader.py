@@ -17,6 +17,7 @@ from typing import Any
 from tournant.workers.config import EngineConfig
 from tournant.workers.device import Device
 from tournant.workers.messages import StartMessage
+from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.decoder_config import DecoderConfig
 from tournant.workers.parallel import check_split
 from tournant.workers.parallel_runner import ParallelRunner, ShardRunner
@@ -70,12 +71,13 @@ class RankLeader:
             offload=start.offload,
         )
 
-    def form(self) -> RankGroup:
-        """The group, once all ranks are in it. Raises ConfigError, RankLost."""
+    def form(self, files: ModelFiles) -> RankGroup:
+        """The group that computes a model, once all ranks are in it. Raises ConfigError, RankLost."""
         place = self.place
-        _, name, weights_id, _ = place.model
-        member = Membership(name, place.writer_id, place.split, 0, place.token, data=self._data, address=place.host)
-        return RankGroup(member, self._store, weights_id, ordered=place.config.deterministic)
+        member = Membership(
+            files.name, place.writer_id, place.split, 0, place.token, data=self._data, address=place.host
+        )
+        return RankGroup(member, self._store, files.weights_id, ordered=place.config.deterministic)
 
     def lead(self, shard: ShardRunner) -> ParallelRunner:
         """What gives this rank's share of batches, and those of all others, their batches."""

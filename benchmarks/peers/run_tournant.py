@@ -27,7 +27,7 @@ def load(arguments: dict[str, Any]) -> tuple[str, Generate]:
         enable_prefix_caching=False,
         num_threads=arguments["threads"],
     )
-    model = describe(ModelFiles(Path(arguments["folder"]), "model", bytes(32)))
+    model = describe(ModelFiles(Path(arguments["folder"]), "model", bytes(32)), config)
     engine, info = build_engine(config, model, writer_id=1)
 
     def generate(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:

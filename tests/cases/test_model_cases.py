@@ -34,7 +34,7 @@ def first_tokens(
     config = EngineConfig(
         device="cpu", dtype=dtype, quantization=quantization, kv_cache_bytes=1 << 22, enable_prefix_caching=False
     )
-    answers = Session(build_engine(config, describe(files), writer_id=1)[0]).ask(prompts, max_tokens=1)
+    answers = Session(build_engine(config, describe(files, config), writer_id=1)[0]).ask(prompts, max_tokens=1)
     return [token for (token,) in answers]
 
 

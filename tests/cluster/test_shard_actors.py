@@ -178,7 +178,7 @@ def test_what_is_known_of_ranks_that_end(ray_cluster: RayCluster, tiny_model: Pa
             host=launcher.host,
             port=port,
             channel_port=port,
-            model=describe(files).to_wire(),
+            model=describe(files, PLACE.config).to_wire(),
             split=Split(5),
         )
         with pytest.raises(ConfigError, match="has 4 bundles, and its 5 ranks need one each"):

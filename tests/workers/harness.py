@@ -33,7 +33,7 @@ def make_engine(folder: Path, num_blocks: int = 64, on: Device | None = None, **
     token_bytes = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_size * 4
     fields["kv_cache_bytes"] = num_blocks * int(block_tokens) * token_bytes  # type: ignore[call-overload]
     made = EngineConfig(**fields)  # type: ignore[arg-type]
-    return build_engine(made, describe(files_of(folder), made.max_model_len), 1, on)[0]
+    return build_engine(made, describe(files_of(folder), made), 1, on)[0]
 
 
 class Session:

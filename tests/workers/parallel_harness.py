@@ -125,7 +125,7 @@ class Replica:
             self.others[member.rank - 1].pipe.send_bytes(json.dumps(order).encode())
         files = files_of(folder)
         self.group = RankGroup(members[0], self._store, files.weights_id, ordered=config.deterministic)
-        self.shard = ShardRunner(config, describe(files, config.max_model_len), self.group)
+        self.shard = ShardRunner(config, describe(files, config), self.group)
         self.runner = ParallelRunner(self.shard)
         self.engine = Engine(config, self.runner, info_of(self.shard, writer_id))
 

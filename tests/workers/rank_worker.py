@@ -34,7 +34,7 @@ def follow(order: dict[str, Any]) -> str:
         store = find_store("127.0.0.1", order["port"], timeout_s=member.timeout_s)
         weights_id = bytes.fromhex(order["weights_id"]) or files.weights_id
         group = RankGroup(member, store, weights_id, ordered=config.deterministic)
-        shard = ShardRunner(config, describe(files, config.max_model_len), group)
+        shard = ShardRunner(config, describe(files, config), group)
         RankServer(shard).serve()
     except (RankLost, ConfigError, ModelFormatError, InvariantViolation) as error:
         return f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ def test_greedy_tokens_equal_transformers(files: ModelFiles, prompts: list[list[
         deterministic=True,
         num_threads=1,
     )
-    session = Session(build_engine(config, describe(files), writer_id=1)[0])
+    session = Session(build_engine(config, describe(files, config), writer_id=1)[0])
     cold = session.ask(prompts, max_tokens=NUM_NEW)
     assert cold == reference_generate(files.folder, prompts, NUM_NEW)
     assert session.ask(prompts, max_tokens=NUM_NEW) == cold
@@ -59,7 +59,7 @@ def test_quantised_as_in_the_file(files: ModelFiles, prompts: list[list[int]]) -
     exact = reference_generate(files.folder, prompts, NUM_NEW)
     heads = [prompt + answer[:count] for prompt, answer in zip(prompts, exact, strict=True) for count in range(NUM_NEW)]
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 27, num_threads=1)
-    engine = build_engine(config, describe(files), writer_id=1)[0]
+    engine = build_engine(config, describe(files, config), writer_id=1)[0]
     assert engine.runner.namespace.numerics.endswith("/native")
     found = [token for (token,) in Session(engine).ask(heads, max_tokens=1)]
     wanted = [token for answer in exact for token in answer]

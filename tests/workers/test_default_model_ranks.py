@@ -35,7 +35,7 @@ CONFIG = {"quantization": "dequantize", "deterministic": True, "device": "cpu"}
 def answer_of_one_process(files: ModelFiles, prompt: list[int]) -> list[int]:
     """Far from answering anything else: see `without_near_ties`."""
     config = EngineConfig(dtype="float32", num_threads=1, kv_cache_bytes=POOL_BLOCKS * KV_HEADS * HEAD_BYTES, **CONFIG)  # type: ignore[arg-type]
-    session = Session(build_engine(config, describe(files), 1)[0])
+    session = Session(build_engine(config, describe(files, config), 1)[0])
     request = session.submit(prompt, max_tokens=NUM_NEW, logprobs=2)
     session.drain()
     tops = [item.top for output in session.outputs[request] for item in output.logprobs or []]

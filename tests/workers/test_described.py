@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from tests.helpers.tiny_families import FAMILIES, build_family, rope_config
+from tournant.workers.config import EngineConfig
 from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.described import DescribedModel
 from tournant.workers.models.families import describe
@@ -24,7 +25,7 @@ CONFIGS = FAMILIES | {kind: rope_config(kind) for kind in ("yarn", "longrope")}
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_nothing_of_it_is_lost_on_the_way(config: PreTrainedConfig, tmp_path: Path) -> None:
     files = ModelFiles(build_family(config, tmp_path), "m", b"w" * 32)
-    told = describe(files, 100)
+    told = describe(files, EngineConfig(max_model_len=100))
     heard = DescribedModel.from_wire(msgpack.unpackb(msgpack.packb(told.to_wire())))
     assert heard.files == files
     assert heard.decoder.max_model_len == 100

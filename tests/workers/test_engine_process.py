@@ -217,7 +217,7 @@ def test_a_store_that_can_never_serve_it_is_reported(
 )
 def test_the_form_of_kv_has_the_name_it_was_configured_by(tiny_model: Path, form: str, name: str) -> None:
     config = replace(CONFIG, kv_cache_dtype=form, deterministic=False)
-    assert build_engine(config, describe(files_of(tiny_model)), 1)[1].dtype == name
+    assert build_engine(config, describe(files_of(tiny_model), config), 1)[1].dtype == name
 
 
 def test_a_broken_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def engine_of(files: ModelFiles, **config: object) -> Engine:
         "num_threads": 1,
     } | config
     made = EngineConfig(**fields)  # type: ignore[arg-type]
-    return build_engine(made, describe(files, made.max_model_len), writer_id=1)[0]
+    return build_engine(made, describe(files, made), writer_id=1)[0]
 
 
 def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], torch.Tensor]:

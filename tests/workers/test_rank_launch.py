@@ -260,7 +260,7 @@ def test_a_rank_with_other_weights_is_refused(tiny_model: Path, tiny_models: Any
     files = files_of(tiny_model)
 
     async def scenario() -> None:
-        launcher = Ranks(model=describe(replace(files, folder=tmp_path / "m")).to_wire())
+        launcher = Ranks(model=describe(replace(files, folder=tmp_path / "m"), PLACE.config).to_wire())
         with pytest.raises(ConfigError, match=rf"^rank 1 on {HOST} .*: the weights in {tmp_path}/m are not those of"):
             await ProcessEngineClient.start(config_of(2, 1), files, launcher=launcher)
         assert launcher.processes[0].process.returncode is not None, "it is gone"
@@ -282,6 +282,6 @@ def test_a_rank_that_read_weights_while_they_were_overwritten_computes_nothing(
     for name in ("find_store", "RankGroup", "Membership"):
         monkeypatch.setattr(rank_process, name, lambda *_, **__: None)
     monkeypatch.setattr(rank_process, "ShardRunner", load)
-    place = replace(PLACE, model=describe(files).to_wire(), offload=None)
+    place = replace(PLACE, model=describe(files, PLACE.config).to_wire(), offload=None)
     with pytest.raises(ConfigError, match=f"the weights in {folder} are not those of rank 0"):
         rank_process.run_rank(place, 1, 0, SimpleNamespace(address="127.0.0.1"), ExitStack())  # type: ignore[arg-type]

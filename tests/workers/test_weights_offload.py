@@ -63,7 +63,7 @@ def models(m6: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mode
 def engine_of(files: ModelFiles, **config: Any) -> Engine:
     fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "deterministic": True, "num_threads": 1}
     made = EngineConfig(**fields | {"kv_cache_bytes": 1 << 22} | config)
-    return build_engine(made, describe(files, made.max_model_len), 1)[0]
+    return build_engine(made, describe(files, made), 1)[0]
 
 
 def layers_of(engine: Engine) -> StreamedLayers:

@@ -130,7 +130,7 @@ def tiered(
     woken = threading.Event()
     writer_id = int.from_bytes(os.urandom(8), "little")
     own = EngineConfig(**fields)  # type: ignore[arg-type]
-    model = describe(files_of(folder), own.max_model_len)
+    model = describe(files_of(folder), own)
     made, _ = build_engine(own, model, writer_id, offload=config, wake=woken.set)
     return TieredSession(made, woken)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tournant.workers.config import EngineConfig
 from tournant.workers.errors import ConfigError, ModelFormatError
 from tournant.workers.model_folder import ModelFiles
 from tournant.workers.models.decoder_config import DecoderConfig, LayerKind, check_limit, read_eos_token_ids
@@ -91,9 +92,9 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 }
 
 
-def describe(files: ModelFiles, max_model_len: int | None = None) -> DescribedModel:
-    """A model with what `read_decoder_config` finds in its folder. Raises what that does."""
-    return DescribedModel(files, read_decoder_config(files.folder, max_model_len))
+def describe(files: ModelFiles, config: EngineConfig) -> DescribedModel:
+    """What an engine of this configuration is told of a model. Raises what `read_decoder_config` does."""
+    return DescribedModel(files, read_decoder_config(files.folder, config.max_model_len))
 
 
 def read_decoder_config(folder: Path, max_model_len: int | None = None) -> DecoderConfig:
